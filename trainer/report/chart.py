@@ -6,19 +6,19 @@ points are real ones, and a spike is never lost.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
 from typing import Any
 
 from markupsafe import Markup
 
-from shardwright.report.html import PARTS
+from shardwright.report.html import PARTS, render
 
 Point = tuple[float, float]  # (step, value)
-Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # the drawing and its margins
 _FEW = PARTS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
@@ -35,15 +35,11 @@ def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | 
     """
     if not (drawn := _thin_lines(lines)):
         return ""
-    frame, parts = _plot(drawn, floor)
+    frame, drawing = _plot(drawn, floor)
     data = {**frame, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
-    _, top, _, bottom = frame["plot"]
-    parts += f'<line class="cross" y1="{top}" y2="{bottom}"/>'
-    svg = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {HEIGHT}">{parts}</svg>'
-    return Markup(
-        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
-        f"<figcaption>{escape(title)}</figcaption>{svg}<output></output>{_legend(list(drawn))}</figure>"
-    )
+    text = json.dumps(data, separators=(",", ":"))
+    values = {**data, "data": text, "title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup(drawing)}
+    return render("chart.html.j2", **values)
 
 
 def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
@@ -67,19 +63,34 @@ def _thin_lines(lines: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
 
 def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[dict[str, Any], str]:
     """The ends of both axes and the plot's edges, by name; and the drawing as SVG."""
-    steps = [step for points in drawn.values() for step, _ in points]
-    values = [value for points in drawn.values() for _, value in points]
+    steps, values = zip(*itertools.chain(*drawn.values()), strict=True)
     x0, x1 = min(steps), max(max(steps), min(steps) + 1)
     ticks = round_ticks(min(values) if floor is None else min(floor, *values), max(values))
     y0, y1 = ticks[0], ticks[-1]
-    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    left, top, right, bottom = plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
 
-    def place(step: float, value: float) -> tuple[float, float]:
-        x = plot[0] + (step - x0) / (x1 - x0) * (plot[2] - plot[0])
-        return x, plot[3] - (value - y0) / (y1 - y0) * (plot[3] - plot[1])
+    def x(step: float) -> float:
+        return left + (step - x0) / (x1 - x0) * (right - left)
 
-    frame = {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot}
-    return frame, "".join([_grid(place, (x0, x1), ticks), *_lines(place, drawn)])
+    def y(value: float) -> float:
+        return bottom - (value - y0) / (y1 - y0) * (bottom - top)
+
+    parts = []
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+    for tick in round_ticks(x0, x1):
+        if x0 <= tick <= x1:
+            parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
+    many = len(drawn) > _FEW
+    for number, points in enumerate(drawn.values()):
+        color = "c0" if many else f"c{number}"
+        places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in points]
+        if len(places) < 40 and not many:  # few enough to see each
+            parts += [f'<circle class="{color}" cx="{across}" cy="{down}" r="2.5"/>' for across, down in places]
+        text = " ".join(map(",".join, places))
+        parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')
+    return {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot}, "".join(parts)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -88,11 +99,11 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
         return list(points)
     first, last = points[0][0], points[-1][0]
     stretches = max(most // 2 - 2, 1)
-    inner = groupby(points[1:-1], lambda p: int((p[0] - first) / max(last - first, 1) * stretches))
-    kept: list[Point] = [points[0]]
-    for _, some in inner:
+    kept = [points[0]]
+    value = operator.itemgetter(1)
+    for _, some in itertools.groupby(points[1:-1], lambda p: int((p[0] - first) / max(last - first, 1) * stretches)):
         stretch = list(some)
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+        kept += sorted({min(stretch, key=value), max(stretch, key=value)})
     return [*kept, points[-1]]
 
 
@@ -103,39 +114,6 @@ def round_ticks(low: float, high: float) -> list[float]:
     step = unit * next(factor for factor in (1, 2, 5, 10) if span / 4 <= factor * unit)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(first, max(last, first + 1) + 1)]
-
-
-def _grid(place: Place, ends: tuple[float, float], ticks: Sequence[float]) -> str:
-    parts = []
-    for tick in ticks:
-        _, y = place(ends[0], tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
-    for tick in round_ticks(*ends):
-        if ends[0] <= tick <= ends[1]:
-            x, _ = place(tick, ticks[0])
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
-    return "".join(parts)
-
-
-def _lines(place: Place, drawn: Mapping[str, Sequence[Point]]) -> list[str]:
-    many = len(drawn) > _FEW
-    parts = []
-    for number, points in enumerate(drawn.values()):
-        color = "c0" if many else f"c{number}"
-        places = [place(*point) for point in points]
-        if len(places) < 40 and not many:  # few enough to see each
-            parts += [f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
-        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')
-    return parts
-
-
-def _legend(names: Sequence[str]) -> str:
-    if len(names) > _FEW:
-        return f'<p class="legend">{len(names)} lines; the pointer finds the nearest</p>'
-    marks = (f'<span><i class="k{number}"></i>{escape(name)}</span>' for number, name in enumerate(names))
-    return f'<p class="legend">{"".join(marks)}</p>' if len(names) > 1 else ""
 
 
 def _number(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ THEME = {
     "c7": ("#b59a2d", "#d8c066"),
 }
 PARTS = 8  # colours of a chart
+_HERE = Path(__file__).parent
 
 
 def render(name: str, folder: Path | None = None, **values: Any) -> Markup:
@@ -36,14 +38,18 @@ def render(name: str, folder: Path | None = None, **values: Any) -> Markup:
     Args:
         folder: the template's, unless it is beside this file.
     """
-    here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader([folder or here, here]),
+    return Markup(_environment(folder or _HERE).get_template(name).render(theme=THEME, parts=PARTS, **values))
+
+
+@functools.cache
+def _environment(folder: Path) -> Environment:
+    made = Environment(
+        loader=FileSystemLoader([folder, _HERE]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["size"] = size
-    return Markup(environment.get_template(name).render(theme=THEME, parts=PARTS, **values))
+    made.filters["size"] = size
+    return made

@@ -40,8 +40,7 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         roofs=[(summary.ROOFS[name], s, f"{s:,.4f} s") for name, s in report.roofline.times.items()],
         axes=[(axis, sent, size(sent)) for axis, sent in summary.by_axis(report)],
         collectives=[
-            (f"{x.count:,.0f}", *map(size, (x.bytes, x.wire_bytes, x.exposed_bytes)), x.kind, x.axis)
-            + (summary.what_for(x), x.shape)
+            (*summary.sent_cells(x), x.kind, x.axis, summary.what_for(x), x.shape)
             for x in report.collectives[: summary.ROWS]
         ],
         buffers=[

@@ -41,8 +41,7 @@ def print_report(report: CompileReport, console: Console) -> None:
         roofs.add_row(Text(summary.ROOFS[name]), f"{seconds:,.4f}", bar)
     console.print(roofs)
     collectives = [
-        (x.kind, x.axis, f"{x.count:,.0f}", *map(size, (x.bytes, x.wire_bytes, x.exposed_bytes)), summary.what_for(x))
-        for x in report.collectives[: summary.ROWS]
+        (x.kind, x.axis, *summary.sent_cells(x), summary.what_for(x)) for x in report.collectives[: summary.ROWS]
     ]
     _print_table(console, ("collective", "axis", "a step", "bytes", "sent", "exposed", "for"), collectives)
     _print_table(console, summary.MODULE_HEADER, summary.module_rows(report))

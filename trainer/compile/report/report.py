@@ -78,7 +78,7 @@ class Roofline:
 
     @property
     def times(self) -> dict[str, float]:
-        return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "dcn": self.dcn, "cycles": self.cycles}
+        return {name: getattr(self, name) for name in ("compute", "hbm", "ici", "dcn", "cycles")}
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,11 @@ class GraphMemory:
     """The HBM of a chip that one of a run's graphs takes.
 
     Args:
-        graph: ``train step``, ``evaluation``, …
         fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
-        required_bytes: as in :class:`shardwright.compile.report.memory.MemorySizes`.
+        required_bytes, temp_bytes: as in :class:`shardwright.compile.report.memory.MemorySizes`.
         held_bytes: the part of the run's state that is in HBM but no argument of this graph: optimizer state during an
             evaluation.
-        error: why the compiler refused it; empty if it did not.
+        error: why the compiler refused it, or empty.
     """
 
     graph: str
@@ -115,7 +114,6 @@ class CompileReport(MemorySizes):
 
     Args:
         fits: every compiled graph does.
-        devices: chips of all slices.
         chip_hbm_bytes: usable by a program.
         model_flops: a chip's part of :attr:`Expected.model_flops`.
         hbm_bytes, host_traffic_bytes: read and written there.
@@ -172,7 +170,7 @@ class CompileReport(MemorySizes):
         return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``, under the names above."""
+        """The report as plain data."""
         return dataclasses.asdict(self)
 
     @property
@@ -211,42 +209,48 @@ def make_report(
         buffers: the allocations, and the buffers alive at the peak.
         dcn: mesh axis → number of slices that it spans; None: one each.
     """
-    module = parse(hlo) if hlo else None
+    module, chip = parse(hlo) if hlo else None, where.chip
     efficiency = efficiencies(expected.efficiency)
     cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
     sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
+    modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
     tokens = None if expected.tokens is None else expected.tokens / where.devices
-    largest = _name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered)
-    fits, error = "error" not in result, result.get("error", "")
-    seconds = (result["cpu_seconds"], result["wall_seconds"])
-    graph = GraphMemory(lowered.graph, fits, sizes.required_bytes, 0, sizes.temp_bytes, *seconds, largest, error)
+    graph = GraphMemory(
+        graph=lowered.graph,
+        fits="error" not in result,
+        required_bytes=sizes.required_bytes,
+        held_bytes=0,
+        temp_bytes=sizes.temp_bytes,
+        compile_seconds=result["cpu_seconds"],
+        wall_seconds=result["wall_seconds"],
+        largest_buffers=_name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered),
+        error=result.get("error", ""),
+    )
+    shared = ("fits", "compile_seconds", "wall_seconds", "largest_buffers", "error")
     return CompileReport(
         **vars(sizes),
-        fits=fits,
+        **{name: getattr(graph, name) for name in shared},
         topology=where.name,
         slices=where.slices,
         devices=where.devices,
         mesh=dict(lowered.mesh),
-        chip_hbm_bytes=_usable_hbm(limit, where.chip),
+        # the compiler's limit, if it told one; the chip's own number where both agree, since messages round
+        chip_hbm_bytes=chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit,
         flops=cost.flops,
         model_flops=model_flops,
         hbm_bytes=cost.hbm_bytes,
         host_traffic_bytes=cost.host_bytes,
         estimated_cycles=cost.cycles,
-        compile_seconds=seconds[0],
-        wall_seconds=seconds[1],
         kernel_flops=cost.kernel_flops,
-        modules=_modules(cost),
+        modules=tuple(sorted(modules, key=lambda line: (-line.cycles, -line.hbm_bytes))),
         kernels=cost.kernels,
         loops=cost.loops,
         collectives=tuple(collectives),
-        largest_buffers=largest,
-        roofline=_roofline(cost, collectives, where.chip, model_flops),
-        error=error,
+        roofline=_roofline(cost, collectives, chip, model_flops),
         graphs=(graph,),
-        estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
+        estimate=estimate(seconds_by_cause, chip, tokens, model_flops, efficiency),
         values=lowered.values,
     )
 
@@ -262,11 +266,6 @@ def _measure(
     return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
 
 
-def _usable_hbm(limit: int, chip: Chip) -> int:
-    """The compiler's limit, if it told one; the chip's own number where both agree, since messages round."""
-    return chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit
-
-
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:
     """Names buffers that no module made (a sum of gradients, a cast) after the weight of their shape."""
     parameters, found = Parameters(lowered), []
@@ -276,25 +275,16 @@ def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Bu
     return tuple(found)
 
 
-def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
-    lines = [ModuleLine(name, share.flops, share.hbm_bytes, share.cycles) for name, share in cost.modules.items()]
-    return tuple(sorted(lines, key=lambda line: (-line.cycles, -line.hbm_bytes)))
-
-
 def _roofline(cost: Cost, lines: Sequence[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
+    bandwidths = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}
+    exposed = [_sum(lines, "exposed_bytes", network) / bandwidth for network, bandwidth in bandwidths.items()]
     times = {
         # some kernels don't tell their FLOPs, but the model's have to be done
         "compute": max(cost.flops, model_flops or 0) / chip.flops,
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
-        "ici": _sum(lines, "wire_bytes", "ici") / chip.ici_bandwidth,
-        "dcn": _sum(lines, "wire_bytes", "dcn") / chip.dcn_bandwidth,
-        "cycles": cost.product_cycles / chip.clock
-        + cost.kernel_flops / chip.flops
-        + _sum(lines, "exposed_bytes", "ici") / chip.ici_bandwidth
-        + _sum(lines, "exposed_bytes", "dcn") / chip.dcn_bandwidth,
+        **{network: _sum(lines, "wire_bytes", network) / bandwidth for network, bandwidth in bandwidths.items()},
+        "cycles": sum(exposed, cost.product_cycles / chip.clock + cost.kernel_flops / chip.flops),
     }
     bound = max(times, key=lambda name: times[name])
-    mfu = None
-    if model_flops is not None and times[bound] > 0:
-        mfu = model_flops / chip.flops / times[bound]
+    mfu = model_flops / chip.flops / times[bound] if model_flops is not None and times[bound] > 0 else None
     return Roofline(**times, bound=bound, mfu_bound=mfu)

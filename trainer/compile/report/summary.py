@@ -138,6 +138,11 @@ def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
     ]
 
 
+def sent_cells(line: CollectiveLine) -> tuple[str, ...]:
+    """A collective's runs, bytes, wire bytes and exposed bytes in a step."""
+    return (f"{line.count:,.0f}", *map(size, (line.bytes, line.wire_bytes, line.exposed_bytes)))
+
+
 def what_for(line: CollectiveLine) -> str:
     """A collective's module and purpose: ``model.layers.*.mlp.experts (gradients)``."""
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
