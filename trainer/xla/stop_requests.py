@@ -37,7 +37,6 @@ class StopRequests:
         return self.interrupted or self.preempted
 
     def after_step(self, step: int) -> None:
-        """Asks the pod's runtime whether its hosts are to stop after ``step``; all get the same answer."""
         if self._pod and stops_after(step):
             self.interrupted = any(hosts().gather(self._here))
             self.preempted = not self.interrupted
@@ -81,5 +80,5 @@ class StopRequests:
         try:
             yield
         finally:
-            for number in numbers:
-                signal.signal(number, previous[number])
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -16,7 +16,6 @@ from shardwright.compile.hlo.text import Instruction
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
-    """FLOPs of a dot."""
     contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
     left = operands[0].leaves[0].dims
     return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
@@ -27,12 +26,8 @@ def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> 
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None or len(operands) < 2:
         return 0.0
-    left, right, out = (
-        dict(zip(text, leaf.dims, strict=False))
-        for text, leaf in zip(
-            labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True
-        )
-    )
+    shapes = [each.leaves[0].dims for each in (*operands[:2], convolution)]
+    left, right, out = (dict(zip(text, dims, strict=False)) for text, dims in zip(labels.groups(), shapes, strict=True))
     window = convolution.attribute(r"window=\{([^}]*)\}") or ""
     batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
     work = left["b"] / batch_groups * right["i"] * right["o"]

@@ -22,12 +22,7 @@ _KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 
 
 @dataclass(frozen=True)
 class Ring:
-    """A group of chips along one dimension of the torus.
-
-    Args:
-        chips: the group's, along it.
-        links: links of a chip that a gather uses; a shared link counts in part.
-    """
+    """A group's ``chips`` along one dimension of the torus; ``links`` of each for a gather, a shared one in part."""
 
     chips: int
     links: float
@@ -51,11 +46,11 @@ class Links:
     def coordinates(self) -> list[tuple[int, ...]]:
         """Position in the mesh → the chip's coordinates in its slice."""
         where = self.topology
-        shape = (*where.shape, 1) if len(where.shape) == 2 else where.shape
+        shape = (*where.shape, 1)[:3]
         places = itertools.product(range(where.slices), *map(range, reversed(shape)))
         devices = [
-            Device(number, tuple(reversed(place[1:])), 0, place[0], _KINDS[where.chip.name])
-            for number, place in enumerate(places)
+            Device(number, tuple(reversed(place)), 0, index, _KINDS[where.chip.name])
+            for number, (index, *place) in enumerate(places)
         ]
         return [device.coords for device in in_mesh_order(devices, self.ici, self.dcn)]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -18,7 +17,7 @@ from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
-from shardwright.step.auto_remat import AUTO, is_auto, with_remat
+from shardwright.step.auto_remat import AUTO, is_auto
 
 Neighbour = Callable[[], CompileJob]  # makes a neighbour, or raises UserError
 
@@ -98,35 +97,36 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
         say(console, f"{result.what}: {result}")
         return result
 
-    known: CompileReport | Trial = report
+    known, policy, mesh = tried[0], job.job.recipe.compute.remat, job.job.recipe.mesh
     if not report.fits:
-        remats = () if report.graphs[0].fits else _other_remats(job)  # they change only the train step
-        for what, neighbour in (*remats, *_other_meshes(job)):
-            attempt(what, neighbour)
+        # remat changes only the train step
+        for remat in () if report.graphs[0].fits else _REMAT:
+            if remat != policy:
+                attempt(f"remat {remat}", functools.partial(job.with_remat, remat))
+        for sizes in moved_meshes(mesh.ici_sizes(job.job.devices)):
+            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in sizes.items())
+            attempt(what, lambda sizes=sizes: job.with_mesh(Mesh(dcn=mesh.dcn, **sizes)))
     elif auto:
-        job = _with_remat(job, "full")
+        job = job.with_remat("full")
         known = attempt("remat full", lambda: job)
-    elif job.job.recipe.compute.remat in ("full", "offload"):
-        attempt("remat auto", lambda: _with_remat(job, AUTO))
+    elif policy in ("full", "offload"):
+        attempt("remat auto", functools.partial(job.with_remat, AUTO))
     limit = report.chip_hbm_bytes
 
-    def needed(result: CompileReport | Trial) -> float | None:
+    def needed(result: Trial) -> float | None:
         """Required bytes, adjusted to the compiler's verdict, since its messages round them."""
-        found = result.required_bytes if isinstance(result, Trial) else result.largest_graph.needed_bytes
-        if found is None:
+        if result.required_bytes is None:
             return None
-        return min(found, limit) if result.fits else max(found, limit + 1)
+        return min(result.required_bytes, limit) if result.fits else max(result.required_bytes, limit + 1)
 
     most = largest_batch(
         report.argument_bytes,
         {job.job.args.per_device_train_batch_size: needed(known) or 0},
         limit,
-        lambda rows: needed(attempt(f"{rows} rows a device", lambda: _with_batch(job, rows))),
+        lambda rows: needed(attempt(f"{rows} rows a device", functools.partial(job.with_batch, rows))),
     )
-    say(
-        console,
-        f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
-    )
+    found = f"the largest batch found to fit: {most} rows a device"
+    say(console, found if most else "no batch fits: one row is too much")
     return most
 
 
@@ -147,31 +147,8 @@ def _trial(what: str, report: CompileReport) -> Trial:
     return Trial(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
 
 
-def _with_batch(job: CompileJob, batch: int) -> CompileJob:
-    args = replace(job.job.args, per_device_train_batch_size=batch)
-    return replace(job, job=replace(job.job, args=args))
-
-
-def _with_remat(job: CompileJob, remat: str) -> CompileJob:
-    return replace(job, job=with_remat(job.job, remat))
-
-
-def _with_recipe(job: CompileJob, **changes: Any) -> CompileJob:
-    return replace(job, job=replace(job.job, recipe=replace(job.job.recipe, **changes)))
-
-
-def _other_remats(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
-    for remat in _REMAT:
-        if remat != job.job.recipe.compute.remat:
-            yield f"remat {remat}", functools.partial(_with_remat, job, remat)
-
-
-def _other_meshes(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
+def moved_meshes(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Meshes with a factor of two moved between two axes within a slice."""
-    mesh = job.job.recipe.mesh
-    sizes = mesh.ici_sizes(job.job.devices)
     for giver, taker in itertools.permutations(sizes, 2):
         if sizes[giver] % 2 == 0:
-            moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
-            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in moved.items())
-            yield what, functools.partial(_with_recipe, job, mesh=Mesh(dcn=mesh.dcn, **moved))
+            yield {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}

@@ -7,14 +7,13 @@ on where it was stopped.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
 import tempfile
 import time
 from collections.abc import Container, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +22,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.search.remat_share import MARGIN
-from shardwright.compile.search.search import Trial
+from shardwright.compile.search.search import Trial, moved_meshes
 from shardwright.errors import UserError, command
 from shardwright.files.cache import cache_root, digest
 from shardwright.hosts.versions import code_digest
@@ -65,11 +64,8 @@ class Setting:
         at = SHARES.index(self.remat)
         if at + 1 < len(SHARES):
             yield replace(self, remat=SHARES[at + 1])
-        sizes = dict(self.mesh)
-        for giver, taker in itertools.permutations(sizes, 2):
-            if sizes[giver] % 2 == 0:
-                moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
-                yield replace(self, mesh=tuple(moved.items()))
+        for sizes in moved_meshes(dict(self.mesh)):
+            yield replace(self, mesh=tuple(sizes.items()))
         if self.batch > 1:
             yield replace(self, batch=self.batch // 2, remat=SHARES[-1])
             yield replace(self, batch=self.batch // 2)
@@ -92,32 +88,23 @@ def _text(trial: Trial) -> str:
     return str(trial).removeprefix("fits, ")
 
 
-@dataclass
 class Tuning:
     """The settings tried, also kept in a cache file. To fit is to leave room to spare (`remat_share.MARGIN`).
 
-    Args:
-        minutes: time of this process after which no other setting is tried.
+    Attributes:
         cut_short: a setting was not tried for lack of time.
     """
 
-    args: TrainingArguments
-    options: CompileArguments
-    console: Console
-    minutes: float
-    tried: dict[Setting, Trial] = field(default_factory=dict)
-    cut_short: bool = False
-
-    def __post_init__(self) -> None:
-        self._until = time.monotonic() + 60 * self.minutes
-        self.options = replace(self.options, only_train_step=True)
-        asked = {**self.args.as_dict(), **asdict(self.options), "output_dir": None, "json": None, "report": None}
-        asked |= {"tune": None, "compile_timeout": None}
+    def __init__(self, args: TrainingArguments, options: CompileArguments, console: Console) -> None:
+        self.args, self.options, self.console = args, replace(options, only_train_step=True), console
+        self.cut_short, self._until = False, time.monotonic() + 60 * options.tune
+        unasked = dict.fromkeys(("output_dir", "json", "report", "tune", "compile_timeout"))
+        asked = {**args.as_dict(), **asdict(self.options), **unasked}
         self.path = cache_root() / "tuned" / f"{digest([json.dumps(asked, default=str), code_digest()])}.json"
         self.path.parent.mkdir(exist_ok=True)
-        self.tried |= _read(self.path)
+        self.tried = _read(self.path)
         if self.tried:
-            say(self.console, f"tune:    {len(self.tried)} settings were tried before")
+            say(console, f"tune:    {len(self.tried)} settings were tried before")
 
     def best(self) -> Setting | None:
         """The fastest setting that fits, found in time; None: none fits."""
@@ -164,15 +151,17 @@ class Tuning:
 
     def _worth(self, setting: Setting) -> bool:
         """Whether ``setting`` may fit: no smaller one of the same recipe and mesh failed to."""
-        for other, found in self.tried.items():
-            same = (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
-            less = other.batch <= setting.batch and other.remat <= setting.remat
-            if same and less and not found.fits and other != setting:
-                return False
-        return True
+        return not any(
+            (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
+            and other.batch <= setting.batch
+            and other.remat <= setting.remat
+            and other != setting
+            for other, found in self.tried.items()
+            if not found.fits
+        )
 
     def attempt(self, setting: Setting) -> Trial:
-        """The trial of ``setting``, compiled unless it was tried; refused if there is no time left."""
+        """The trial of ``setting``, compiled unless it was tried; refused if no time is left."""
         if setting not in self.tried:
             if time.monotonic() > self._until:
                 self.cut_short = True
@@ -216,7 +205,7 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
     Raises:
         UserError: as :meth:`CompileJob.of`; no setting fits.
     """
-    tuning = Tuning(args, options, console, options.tune)
+    tuning = Tuning(args, options, console)
     try:
         best = tuning.best()
     except KeyboardInterrupt:
