@@ -100,40 +100,33 @@ class Counter:
         if computation.name not in self.known:
             cost = Cost()
             for instruction in computation.instructions:
-                self._instruction(cost, computation, instruction)
+                cost.add(self._overlapped(computation, instruction, self._instruction(computation, instruction)))
             self.known[computation.name] = cost
         return self.known[computation.name]
 
-    def _instruction(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds an instruction with the computations that it runs; of a conditional's branches, the dearest."""
-        opcode = instruction.opcode
-        if opcode == "while":
+    def _instruction(self, computation: Computation, instruction: Instruction) -> Cost:
+        """The cost of an instruction with the computations that it runs; of a conditional's branches, the dearest."""
+        if instruction.opcode == "while":
             trips, assumed = self.trips(computation, instruction)
-            if assumed:
-                cost.loops[instruction.op_name or instruction.name] = trips
-            cost.add(self.computation(self.body(instruction)), trips)
-        elif opcode == "conditional":
-            cost.add(max(map(self.computation, self.branches(instruction)), key=lambda c: (c.cycles, c.flops)))
-        elif opcode in ("call", "call-start", "async-start"):
-            cost.add(self._overlapped(computation, instruction, self.computation(self.named(instruction.called))))
-        else:
-            cost.add(self.own(computation, instruction))
+            cost = Cost(loops={instruction.op_name or instruction.name: trips} if assumed else {})
+            cost.add(self.computation(*self.module.called(instruction)), trips)
+            return cost
+        if instruction.opcode in ("conditional", "call", "call-start", "async-start"):
+            return max(map(self.computation, self.module.called(instruction)), key=lambda c: (c.cycles, c.flops))
+        return self.own(computation, instruction)
 
     def trips(self, computation: Computation, loop: Instruction) -> tuple[int, bool]:
         """(trip count of a loop, whether it is assumed)."""
-        known = trip_count(self.module, computation, loop)
-        if known is not None:
+        if (known := trip_count(self.module, computation, loop)) is not None:
             return known, False
         return self.layers if computation is self.module.entry else 1, True
 
     def own(self, computation: Computation, instruction: Instruction) -> Cost:
-        """The cost of an instruction that is one scheduled operation."""
+        """The cost of an instruction that is one scheduled operation; all of its collectives' bytes are exposed."""
         cost = Cost(cycles=_cycles(instruction))
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
-            fused = Cost()
-            self._fused(fused, self.named(instruction.called), module, scatters=False)
-            cost.add(self._overlapped(computation, instruction, fused))
+            self._fused(cost, *self.module.called(instruction), module, scatters=False)
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
@@ -145,7 +138,7 @@ class Counter:
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         self._work(cost, computation, instruction)
         if found := collective(computation, instruction, self.mesh, self.links):
-            cost.add(self._overlapped(computation, instruction, Cost(collectives=dict([found]))))
+            cost.collectives.update([found])
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
             return
@@ -182,10 +175,10 @@ class Counter:
         """The instruction that awaits ``start``, None if it isn't asynchronous."""
         if start.opcode != "fusion":
             return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
-        chain = _chain(self.named(start.called), "AsyncCollectiveStart")
+        chain = _chain(*self.module.called(start), "AsyncCollectiveStart")
         later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
         fusions = (i for i in later if i.opcode == "fusion")
-        return next((i for i in fusions if _chain(self.named(i.called), "AsyncCollectiveDone") == chain), None)
+        return next((i for i in fusions if _chain(*self.module.called(i), "AsyncCollectiveDone") == chain), None)
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         operands = computation.operands(instruction)
@@ -195,9 +188,9 @@ class Counter:
             cost.flops += convolution_flops(instruction, operands)
         elif is_kernel(instruction):
             estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
-            if estimate and int(estimate):
-                cost.flops += int(estimate)
-                cost.kernel_flops += int(estimate)
+            if flops := int(estimate or 0):
+                cost.flops += flops
+                cost.kernel_flops += flops
             else:
                 name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
@@ -218,7 +211,7 @@ class Counter:
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
             if instruction.opcode in ("fusion", "call"):
-                self._fused(cost, self.named(instruction.called), owner, scatters=scatters)
+                self._fused(cost, *self.module.called(instruction), owner, scatters=scatters)
             elif found := collective(fused, instruction, self.mesh, self.links):
                 if "chain_id=" in instruction.attributes and not starts:
                     continue
@@ -232,7 +225,7 @@ class Counter:
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """Adds a fusion's reads and writes, without an asynchronous collective's buffers, which only pass through."""
-        fused = self.named(instruction.called)
+        (fused,) = self.module.called(instruction)
         passing_outputs, passing_operands = _passing(fused, instruction)
         moved: list[tuple[tuple[Leaf, ...], float | None]] = []  # (arrays, bytes of them that are moved; None: all)
         for number, operand in enumerate(computation.operands(instruction)):
@@ -260,7 +253,7 @@ class Counter:
             elif user.opcode in _VIEWS:
                 part = self._read(fused, user.name)
             elif user.opcode == "fusion":
-                inner = self.named(user.called)
+                (inner,) = self.module.called(user)
                 part = self._read(inner, inner.parameters[user.operands.index(name)].name)
             if part is None:
                 return None
@@ -275,22 +268,9 @@ class Counter:
         if part.opcode in _VIEWS and part.operands[0] in fused.by_name:
             return self._written(fused, fused.by_name[part.operands[0]])
         if part.opcode == "fusion":
-            inner = self.named(part.called)
+            (inner,) = self.module.called(part)
             return self._written(inner, inner.root)
         return None
-
-    def body(self, loop: Instruction) -> Computation:
-        return self.named(loop.attribute(r"body=%?([^\s,]+)"))
-
-    def branches(self, instruction: Instruction) -> list[Computation]:
-        """The computations among which a conditional chooses."""
-        several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-        pair = r"(?:true|false)_computation=%?([^\s,]+)"
-        names = several.split(",") if several else re.findall(pair, instruction.attributes)
-        return [self.named(name.strip().lstrip("%")) for name in names]
-
-    def named(self, name: str | None) -> Computation:
-        return self.module.computations[name or ""]
 
 
 def _chain(fused: Computation, target: str) -> str | None:

@@ -18,6 +18,10 @@ _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|called_computations|body|branch_computations|true_computation|false_computation)"
+    r"=(\{[^}]*\}|[^\s,]+,?)"
+)
 _PARENTHESIS = re.compile(r"[()]")
 
 
@@ -83,11 +87,6 @@ class Instruction:
         return match[1] if match else None
 
     @property
-    def called(self) -> str | None:
-        """The name of the computation that a fusion, call, async start or reduction runs."""
-        return self.attribute(r"(?:calls|to_apply|called_computations)=\{?%?([^\s,}]+)")
-
-    @property
     def op_name(self) -> str:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
@@ -136,6 +135,11 @@ class Module:
 
     computations: dict[str, Computation]
     entry: Computation
+
+    def called(self, instruction: Instruction) -> list[Computation]:
+        """The computations that a fusion, call, async start, loop (its body) or conditional (its branches) runs."""
+        found = "".join(_CALLED.findall(instruction.attributes))
+        return [self.computations[name] for name in re.findall(r"[^\s,{}%]+", found)]
 
 
 def parse(text: str) -> Module:

@@ -100,15 +100,16 @@ class _Schedule:
 
     def _instruction(self, run: Run, computation: Computation, instruction: Instruction) -> None:
         counter, opcode = self.counter, instruction.opcode
+        called = counter.module.called(instruction)
         if opcode == "while":
             trips, _ = counter.trips(computation, instruction)
-            run.add_all(self.computation(counter.body(instruction)), trips)
+            run.add_all(self.computation(*called), trips)
         elif opcode == "conditional":
-            run.add_all(max(map(self.computation, counter.branches(instruction)), key=lambda branch: branch.now))
+            run.add_all(max(map(self.computation, called), key=lambda branch: branch.now))
         elif opcode == "call":
-            run.add_all(self.computation(counter.named(instruction.called)))
+            run.add_all(self.computation(*called))
         elif opcode in ("call-start", "async-start"):
-            self._send(run, computation, instruction, counter.computation(counter.named(instruction.called)))
+            self._send(run, computation, instruction, counter.computation(*called))
         else:
             own = counter.own(computation, instruction)
             self._send(run, computation, instruction, own)

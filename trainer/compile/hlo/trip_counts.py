@@ -18,7 +18,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition = module.computations[loop.attribute(r"condition=%?([^\s,]+)") or ""]
-    body = module.computations[loop.attribute(r"body=%?([^\s,]+)") or ""]
+    (body,) = module.called(loop)
     found = []
     for compare in condition.instructions:
         if compare.opcode == "fusion":
@@ -32,7 +32,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 def _unfused(module: Module, fusion: Instruction) -> Instruction:
     """Replaces a fusion of one comparison by that comparison, over the fusion's operands."""
-    fused = module.computations[fusion.called or ""]
+    (fused,) = module.called(fusion)
     root = fused.root
     parameters = {p.name: number for number, p in fused.parameters.items()}
     if root.opcode != "compare" or any(name not in parameters for name in root.operands):

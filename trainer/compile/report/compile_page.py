@@ -25,7 +25,7 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         title: names the job, ``mixtral_ep, Mixtral-8x7B, 4 × 4096 tokens a chip``.
         tried: rows under `summary.TRIED_HEADER`, one for each neighbour that a search compiled.
     """
-    whole, hbm = report.estimate.seconds, report.chip_hbm_bytes
+    whole = report.estimate.seconds
     return render(
         "compile.html.j2",
         Path(__file__).parent,
@@ -42,9 +42,5 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         collectives=[
             (*summary.sent_cells(x), x.kind, x.axis, summary.what_for(x), x.shape)
             for x in report.collectives[: summary.ROWS]
-        ],
-        buffers=[
-            (size(x.bytes), f"{x.bytes / hbm:.1%}", x.shape, x.module, x.name)
-            for x in report.largest_graph.largest_buffers
         ],
     )
