@@ -11,12 +11,11 @@ TRAIN_STEP = "train step"
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of the lowered step's HLO.
+    """One parameter of the lowered step's HLO, with its global shape.
 
     Args:
         name: as the recipe has it, ``model.layers.*.mlp.experts.gate_up_proj``; a moment has " first moment" behind it.
         kind: ``weights``, ``optimizer``, ``batch`` or ``other``.
-        shape: global.
         sharding: HLO's text, ``{devices=[8,1]<=[8]}`` or ``{replicated}``.
         output: number of the output that takes its place in memory; None: it is not donated.
     """
@@ -35,7 +34,6 @@ class LoweredGraph:
 
     Args:
         hlo: a serialised HloModuleProto.
-        arguments: its parameters, in order.
         outputs: each output's sharding, in HLO's text.
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
         layers: trip count of the longest loop over layers.
