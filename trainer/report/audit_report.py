@@ -29,23 +29,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class AuditView:
-    """The content of an audit's report.
-
-    Args:
-        facts: (name, value).
-        header, sources: a table, one line a source.
-        lengths: (range of tokens, samples).
-        findings: the gravest first.
-        samples: (where, pieces of its text: (text, whether the loss is on it)).
-    """
+    """The content of an audit's report."""
 
     title: str
-    facts: Sequence[tuple[str, str]]
-    header: Sequence[str]
+    facts: Sequence[tuple[str, str]]  # (name, value)
+    header: Sequence[str]  # of the table of sources
     sources: Sequence[Sequence[str]]
-    lengths: Sequence[tuple[str, int]]
-    findings: Sequence[Finding]
-    samples: Sequence[tuple[str, Sequence[tuple[str, bool]]]]
+    lengths: Sequence[tuple[str, int]]  # (range of tokens, samples)
+    findings: Sequence[Finding]  # the gravest first
+    samples: Sequence[tuple[str, Sequence[tuple[str, bool]]]]  # (where, [(text, whether the loss is on it)])
 
     @property
     def wrong(self) -> bool:

@@ -31,38 +31,25 @@ _NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: the lowerin
 
 @dataclass(frozen=True)
 class Collective:
-    """The key under which collectives are counted together.
-
-    Args:
-        axis: mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` if they span it in part.
-        module: module that the compiler's metadata names; without one, the operation or nothing.
-        shape: the operand's, without layout; the output's for an all-gather.
-        group: devices of a group.
-        network: ``ici``, or ``dcn`` between slices.
-    """
+    """The key under which collectives are counted together."""
 
     kind: str
-    axis: str
-    module: str
-    shape: str
-    group: int
-    network: str
+    axis: str  # mesh axes that its groups span, `fsdp` or `fsdp×expert`; `within fsdp` if they span it in part
+    module: str  # that the compiler's metadata names; without one, the operation or nothing
+    shape: str  # of the operand, without layout; of the output for an all-gather
+    group: int  # devices of a group
+    network: str  # `ici`, or `dcn` between slices
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Runs, bytes and time of a collective, per chip.
-
-    Args:
-        exposed_bytes: the part of the wire bytes that is sent while nothing is computed.
-        seconds: time with the links to itself.
-    """
+    """Runs, bytes and time of a collective, per chip."""
 
     count: float = 0
     bytes: float = 0
     wire_bytes: float = 0
-    exposed_bytes: float = 0
-    seconds: float = 0
+    exposed_bytes: float = 0  # of the wire bytes, those that are sent while nothing is computed
+    seconds: float = 0  # with the links to itself
 
     def plus(self, other: Traffic, times: float) -> Traffic:
         """Adds ``times`` the other."""
@@ -165,7 +152,6 @@ def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
 
 
 def _axes_of_pairs(mesh: dict[str, int], pairs: Sequence[tuple[int, ...]]) -> str:
-    """The mesh axes along which some source and its target differ."""
     coordinates = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # of each axis [pairs, 2]
     differs = [(ends[:, 0] != ends[:, 1]).any() for ends in coordinates]
     return "×".join(itertools.compress(mesh, differs))

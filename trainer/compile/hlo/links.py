@@ -30,17 +30,12 @@ class Ring:
 
 @dataclass
 class Links:
-    """The links of a mesh on a slice.
-
-    Args:
-        ici, dcn: each axis's factor within a slice and over slices, in mesh order.
-        efficiency: reached part of the bandwidth of ICI and of DCN.
-    """
+    """The links of a mesh on a slice."""
 
     topology: Topology
-    ici: Sequence[int]
-    dcn: Sequence[int]
-    efficiency: tuple[float, float] = (1.0, 1.0)
+    ici: Sequence[int]  # factor of each axis within a slice, in mesh order
+    dcn: Sequence[int]  # and over slices
+    efficiency: tuple[float, float] = (1.0, 1.0)  # reached part of the bandwidth of ICI and of DCN
 
     @cached_property
     def coordinates(self) -> list[tuple[int, ...]]:

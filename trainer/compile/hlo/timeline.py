@@ -37,16 +37,11 @@ CAUSES = {
 
 @dataclass
 class Run:
-    """One run of a computation so far.
-
-    Args:
-        seconds: cause → seconds.
-        until: network → when all that was started is sent.
-        awaited: name of the awaiting instruction → (network, when its transfer is done).
-    """
+    """One run of a computation so far: its seconds by cause, and its transfers."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    until: dict[str, float] = field(default_factory=dict)
+    until: dict[str, float] = field(default_factory=dict)  # network → when all that was started is sent
+    # name of the awaiting instruction → (network, when its transfer is done)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
     @property
@@ -66,17 +61,12 @@ class Run:
         now = self.now
         if self.until.get(network, 0.0) > now:
             self.until[network] += seconds
-        for instruction, ends in self.awaited.items():
-            later = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
-            self.awaited[instruction] = later
+        for ends in self.awaited.values():
+            ends[:] = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
 
 
 def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of one execution by cause, a key of :data:`CAUSES`.
-
-    Args:
-        efficiency: as :func:`shardwright.compile.report.estimate.efficiencies` gives it.
-    """
+    """Seconds of one execution by cause, a key of :data:`CAUSES`; ``efficiency`` is `report.estimate.efficiencies`'."""
     return _Schedule(counter, chip, efficiency).computation(counter.module.entry).seconds
 
 

@@ -25,39 +25,25 @@ _DIMS = re.compile(r"\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class CollectiveLine:
-    """All collectives of one kind, over one axis, on behalf of one module.
-
-    Args:
-        axis: mesh axes, ``fsdp×expert``; ``slices`` over DCN.
-        count, bytes, wire_bytes, exposed_bytes: a step's; see :class:`shardwright.compile.hlo.communication.Traffic`.
-        module: the module that the compiler's metadata names; without one, the parameter that fits, or the operation.
-        purpose: ``weights`` (one layer's are gathered), ``stack`` (all layers' are), ``gradients``, or empty:
-            activations and the rest.
-        shape: of the largest.
-        unplanned: why it should not be there; empty if nothing is known against it.
-    """
+    """All collectives of one kind, over one axis, on behalf of one module; numbers are a step's `Traffic`."""
 
     kind: str
-    axis: str
+    axis: str  # mesh axes, `fsdp×expert`; `slices` over DCN
     count: float
     bytes: float
     wire_bytes: float
     exposed_bytes: float
-    module: str
-    purpose: str
+    module: str  # that the compiler's metadata names; without one, the parameter that fits, or the operation
+    purpose: str  # `weights` (of one layer), `stack` (of all layers), `gradients`; empty: activations and the rest
     network: str
-    shape: str
-    unplanned: str
+    shape: str  # of the largest
+    unplanned: str  # why it should not be there; empty if nothing is known against it
 
 
 def collective_lines(
     collectives: Mapping[Collective, Traffic], lowered: LoweredGraph, exchange: str | None
 ) -> list[CollectiveLine]:
-    """One line for each kind, axis, module and purpose; most wire bytes first.
-
-    Args:
-        exchange: the axis over which tokens are meant to be exchanged, None if they are not.
-    """
+    """One line for each kind, axis, module and purpose, most wire bytes first; ``exchange``: as of `Expected`."""
     parameters = Parameters(lowered)
     grouped = defaultdict(list)
     for key, traffic in collectives.items():
@@ -160,11 +146,9 @@ class Parameters:
 
 @functools.lru_cache(maxsize=4096)
 def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], ...]:
-    """For each dimension of a tensor, the mesh axes along which its shards differ.
+    """For each dimension of a tensor, the axes of ``mesh`` (axis, size) along which its shards differ.
 
-    Args:
-        sharding: HLO's text: ``{replicated}``, ``{devices=[8,1]<=[8]}``, ``{devices=[4,1,2]0,1,…}``.
-        mesh: (axis, size) in mesh order; device ids are positions in it.
+    ``sharding`` is HLO's text: ``{replicated}``, ``{devices=[8,1]<=[8]}``, ``{devices=[4,1,2]0,1,…}``.
     """
     match = re.match(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", sharding)
     if match is None:

@@ -76,20 +76,13 @@ def efficiencies(text: str = "") -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's estimated time.
-
-    Args:
-        tokens_per_second: a chip's; None if the step's tokens are not known.
-        mfu: model FLOPs over the chip's peak in that time; None without model FLOPs.
-        shares: cause → seconds, in the order of :data:`shardwright.compile.hlo.timeline.CAUSES`.
-        efficiency: the efficiencies that the user changed.
-    """
+    """A step's estimated time."""
 
     seconds: float
-    tokens_per_second: float | None
-    mfu: float | None
-    shares: dict[str, float]
-    efficiency: dict[str, float]
+    tokens_per_second: float | None  # of a chip, if the step's tokens are known
+    mfu: float | None  # model FLOPs over the chip's peak in that time, if they are known
+    shares: dict[str, float]  # cause → seconds, in the order of `hlo.timeline.CAUSES`
+    efficiency: dict[str, float]  # those that the user changed
 
 
 def estimate(

@@ -59,23 +59,15 @@ class MemorySizes:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler's refusal, in bytes; numbers that it leaves out are 0.
+    """The compiler's refusal, in bytes; numbers that it leaves out are 0."""
 
-    Args:
-        used: the step's bytes in all.
-        limit: usable bytes.
-        program: temporaries.
-        shared: outputs that take the place of arguments.
-        buffers: the largest, in the compiler's order.
-    """
-
-    used: int
-    limit: int
-    program: int
+    used: int  # in all
+    limit: int  # usable
+    program: int  # temporaries
     arguments: int
     outputs: int
-    shared: int
-    buffers: tuple[Buffer, ...]
+    shared: int  # outputs that take the place of arguments
+    buffers: tuple[Buffer, ...]  # the largest, in the compiler's order
 
 
 def memory_of(

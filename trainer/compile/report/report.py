@@ -26,19 +26,12 @@ from shardwright.xla.chips import Chip, Topology
 
 @dataclass(frozen=True)
 class Expected:
-    """Facts known before the compile, beside which the report sets the compiler's numbers.
+    """Facts known before the compile, beside which the report sets the compiler's numbers."""
 
-    Args:
-        model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
-        exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
-        tokens: of one step on all chips; None: their rate is not estimated.
-        efficiency: overrides, as :func:`shardwright.compile.report.estimate.efficiencies` reads them.
-    """
-
-    model_flops: float | None = None
-    exchange: str | None = None
-    tokens: int | None = None
-    efficiency: str = ""
+    model_flops: float | None = None  # of one step on all chips, as MFU counts them (no recomputation)
+    exchange: str | None = None  # axis over which tokens are to be exchanged: an all-to-all over another is flagged
+    tokens: int | None = None  # of one step on all chips
+    efficiency: str = ""  # overrides, as `report.estimate.efficiencies` reads them
 
 
 @dataclass(frozen=True)
@@ -83,25 +76,17 @@ class Roofline:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """The HBM of a chip that one of a run's graphs takes.
-
-    Args:
-        fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
-        required_bytes, temp_bytes: as in :class:`shardwright.compile.report.memory.MemorySizes`.
-        held_bytes: the part of the run's state that is in HBM but no argument of this graph: optimizer state during an
-            evaluation.
-        error: why the compiler refused it, or empty.
-    """
+    """The HBM of a chip that one of a run's graphs takes; sizes are as in `MemorySizes`."""
 
     graph: str
-    fits: bool
+    fits: bool  # the chip has `needed_bytes`, and the compiler did not refuse it
     required_bytes: int
-    held_bytes: int
+    held_bytes: int  # of the run's state in HBM that is no argument: optimizer state during an evaluation
     temp_bytes: int
     compile_seconds: float
     wall_seconds: float
     largest_buffers: tuple[Buffer, ...]
-    error: str
+    error: str  # why the compiler refused it, or empty
 
     @property
     def needed_bytes(self) -> int:

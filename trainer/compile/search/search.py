@@ -26,23 +26,15 @@ _REMAT = ("none", "save_matmuls", AUTO, "full", "offload")
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of compiling a neighbour of a job.
+    """The result of compiling a neighbour of a job; speeds are estimates for one chip."""
 
-    Args:
-        what: the neighbour, for messages.
-        required_bytes: its largest graph's.
-        tokens_per_second, mfu: one chip's, estimated.
-        wall_seconds: the compile time of all its graphs.
-        refused: why it could not be compiled; empty if it could.
-    """
-
-    what: str
+    what: str  # the neighbour, for messages
     fits: bool = False
-    required_bytes: int | None = None
+    required_bytes: int | None = None  # of its largest graph
     tokens_per_second: float | None = None
     mfu: float | None = None
-    wall_seconds: float | None = None
-    refused: str = ""
+    wall_seconds: float | None = None  # to compile all its graphs
+    refused: str = ""  # why it could not be compiled; empty if it could
 
     def __str__(self) -> str:
         if self.refused:

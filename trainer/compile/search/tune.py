@@ -35,18 +35,12 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # values of remat
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the job.
-
-    Args:
-        mesh: (axis, size) of all axes within a slice, in mesh order.
-        batch: rows a device.
-        remat: the kept share of the layers' values.
-    """
+    """One way to run the job."""
 
     recipe: str
-    mesh: tuple[tuple[str, int], ...]
-    batch: int
-    remat: float
+    mesh: tuple[tuple[str, int], ...]  # (axis, size) of all axes within a slice, in mesh order
+    batch: int  # rows a device
+    remat: float  # kept share of the layers' values
 
     def __str__(self) -> str:
         mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
