@@ -33,27 +33,18 @@ from shardwright.xla.chips import find_topology
 
 _FORMAT = 2  # part of the cache's key: raise it when the compiling process leaves other files
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
-_CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """The slices that a step is compiled for, and the compiler's options.
+    """The slices that a step is compiled for, and the compiler's options."""
 
-    Args:
-        topology: libtpu's name of a slice, ``v5p:4x4x4``.
-        dcn: mesh axis → number of slices that it spans; None: the outermost axes span them.
-        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``;
-            those in LIBTPU_INIT_ARGS hold too.
-        timeout: seconds of wall time after which the compiler is killed.
-    """
-
-    topology: str
+    topology: str  # libtpu's name of a slice, `v5p:4x4x4`
     slices: int = 1
-    dcn: dict[str, int] | None = None
-    flags: dict[str, str] = field(default_factory=dict)
-    timeout: float = 3600.0
+    dcn: dict[str, int] | None = None  # mesh axis → number of slices that it spans; None: the outermost span them
+    flags: dict[str, str] = field(default_factory=dict)  # by name without dashes; those in LIBTPU_INIT_ARGS hold too
+    timeout: float = 3600.0  # seconds of wall time after which the compiler is killed
 
     @property
     def name(self) -> str:
@@ -90,14 +81,10 @@ def compile_for(
     folder = cache_root(cache_dir) / "compiled" / _key(lowered, request)
     if not (folder / "result.json").exists():
         _compile(lowered, request, target, folder)
-
     result = json.loads((folder / "result.json").read_text())
-    hlo, buffers = _text(folder / "optimised.hlo.gz"), _text(folder / "buffers.txt.gz")
+    texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
+    hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
     return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
-
-
-def _text(path: Path) -> str:
-    return gzip.decompress(path.read_bytes()).decode() if path.exists() else ""
 
 
 def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
@@ -190,7 +177,7 @@ def _run(work: Path, timeout: float) -> int | None:
         # in place of the parent's XLA_FLAGS, which are the CPU's; the dumps name the buffers alive at the peak
         "XLA_FLAGS": f"--xla_dump_to={work / 'dump'} --xla_dump_hlo_as_text",
     }
-    words = [sys.executable, *_CHILD, str(work), str(os.getpid())]
+    words = [sys.executable, "-m", "shardwright.compile.libtpu_process", str(work), str(os.getpid())]
     with (
         (work / "log").open("wb") as log,
         subprocess.Popen(

@@ -37,38 +37,23 @@ _LAYER_CHARTS: tuple[tuple[str, str, float | None], ...] = (
 
 @dataclass(frozen=True)
 class RunView:
-    """The content of a run's page.
-
-    Args:
-        step, max_steps: steps done, and in all.
-        log: the run's log lines, each with its ``step``.
-        unigram: the loss of a unigram model on the same held-out tokens; None: not known yet.
-        loads: the experts' loads between the last two log lines.
-        lives: the run's processes, this one last.
-        facts: (name, value).
-        held: (name, bytes) that each device holds from the first step to the last.
-        hbm: usable bytes of a device; None: not known.
-        plan: header and rows of the plan's table.
-        links: (file of the output folder, description).
-        samples: ``step``, ``prompt`` and ``answer`` of each answer, in order.
-        values: header and rows of the values kept for the backward, or computed again.
-    """
+    """The content of a run's page."""
 
     title: str
     step: int
     max_steps: int
     running: bool
-    log: Sequence[Mapping[str, Any]]
-    unigram: float | None
-    loads: Sequence[ExpertLoad]
-    lives: Sequence[Life]
-    facts: Sequence[tuple[str, str]]
-    held: Sequence[tuple[str, int]]
-    hbm: int | None
-    plan: tuple[Sequence[str], Sequence[Sequence[str]]]
-    links: Sequence[tuple[str, str]]
-    samples: Sequence[Mapping[str, Any]] = ()
-    values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())
+    log: Sequence[Mapping[str, Any]]  # lines, each with its `step`
+    unigram: float | None  # loss of a unigram model on the same held-out tokens; None: not known yet
+    loads: Sequence[ExpertLoad]  # between the last two log lines
+    lives: Sequence[Life]  # this one last
+    facts: Sequence[tuple[str, str]]  # (name, value)
+    held: Sequence[tuple[str, int]]  # (name, bytes) that each device holds from the first step to the last
+    hbm: int | None  # usable bytes of a device; None: not known
+    plan: tuple[Sequence[str], Sequence[Sequence[str]]]  # header and rows
+    links: Sequence[tuple[str, str]]  # (file of the output folder, description)
+    samples: Sequence[Mapping[str, Any]] = ()  # `step`, `prompt` and `answer` of each answer, in order
+    values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())  # as of `auto_remat`: header and rows
 
 
 def run_page(view: RunView) -> str:

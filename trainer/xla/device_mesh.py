@@ -29,9 +29,7 @@ _SHOWN, _LETTERS = 8, 200  # devices, and characters of jax's message, in a refu
 
 
 def build_mesh(mesh: Mesh) -> DeviceMesh:
-    """The mesh over every device of the runtime, its axes in the recipe's order.
-
-    TPUs are ordered by :mod:`shardwright.xla.device_order`, virtual CPU devices by their ids.
+    """The mesh over every device, TPUs ordered by :mod:`shardwright.xla.device_order`, virtual CPU devices by ids.
 
     Raises:
         UserError: the mesh does not fit the devices, or its DCN factors the slices.

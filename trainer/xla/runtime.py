@@ -62,7 +62,6 @@ def device_count() -> int:
 
 
 def device_kind() -> str:
-    """``TPU``, ``CPU`` or another of the runtime's names."""
     return xr.device_type() or ""
 
 
@@ -115,7 +114,6 @@ def watch_for_preemption() -> bool:
 
 
 def stops_after(step: int) -> bool:
-    """Whether the hosts of the pod agreed to stop after ``step`` (see :func:`watch_for_preemption`)."""
     return torch_xla._XLAC._sync_point_reached(step)  # semi-private: see watch_for_preemption
 
 

@@ -21,14 +21,11 @@ class StopRequests:
     """Whether the run was told to stop; the loop looks after each step, and in an evaluation before each batch.
 
     On several hosts all stop after the same step, whichever of them got the signal, and never within an evaluation.
-
-    Attributes:
-        interrupted: Ctrl-C came.
-        preempted: SIGTERM came, or the pod's preemption signal.
     """
 
     def __init__(self) -> None:
-        self.interrupted = self.preempted = False
+        self.interrupted = False  # Ctrl-C came
+        self.preempted = False  # SIGTERM came, or the pod's preemption signal
         self._pod = False  # a pod's runtime takes SIGTERM
         self._here = False  # Ctrl-C came on this host of several
 

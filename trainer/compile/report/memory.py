@@ -19,11 +19,11 @@ _ALIVE = re.compile(r"^ +(\S+?)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Buffer:
-    """One of the largest buffers; ``module``: the module or argument that it belongs to."""
+    """One of the largest buffers."""
 
     bytes: int
     shape: str
-    module: str
+    module: str  # or argument, that it belongs to
     name: str
 
 

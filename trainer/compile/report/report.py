@@ -155,7 +155,6 @@ class CompileReport(MemorySizes):
         return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return dataclasses.asdict(self)
 
     @property
@@ -164,12 +163,10 @@ class CompileReport(MemorySizes):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a chip sends over ICI."""
         return _sum(self.collectives, "wire_bytes", "ici")
 
     @property
     def exposed_bytes(self) -> float:
-        """The part of :attr:`wire_bytes` that is sent while nothing is computed."""
         return _sum(self.collectives, "exposed_bytes", "ici")
 
 
@@ -213,10 +210,10 @@ def make_report(
         largest_buffers=_name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered),
         error=result.get("error", ""),
     )
-    shared = ("fits", "compile_seconds", "wall_seconds", "largest_buffers", "error")
+    repeated = ("fits", "compile_seconds", "wall_seconds", "largest_buffers", "error")
     return CompileReport(
         **vars(sizes),
-        **{name: getattr(graph, name) for name in shared},
+        **{name: getattr(graph, name) for name in repeated},
         topology=where.name,
         slices=where.slices,
         devices=where.devices,

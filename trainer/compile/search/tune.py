@@ -7,14 +7,12 @@ on where it was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shlex
-import tempfile
 import time
 from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -25,6 +23,7 @@ from shardwright.compile.search.remat_share import MARGIN
 from shardwright.compile.search.search import Trial, moved_meshes
 from shardwright.errors import UserError, command
 from shardwright.files.cache import cache_root, digest
+from shardwright.files.folder import Folder
 from shardwright.hosts.versions import code_digest
 from shardwright.layout.load_recipe import shipped_recipes
 from shardwright.report.lines import say, waiting
@@ -83,20 +82,22 @@ def _text(trial: Trial) -> str:
 
 
 class Tuning:
-    """The settings tried, also kept in a cache file. To fit is to leave room to spare (`remat_share.MARGIN`).
-
-    Attributes:
-        cut_short: a setting was not tried for lack of time.
-    """
+    """The settings tried, also kept in a cache file. To fit is to leave room to spare (`remat_share.MARGIN`)."""
 
     def __init__(self, args: TrainingArguments, options: CompileArguments, console: Console) -> None:
         self.args, self.options, self.console = args, replace(options, only_train_step=True), console
-        self.cut_short, self._until = False, time.monotonic() + 60 * options.tune
+        self.cut_short = False  # a setting was not tried for lack of time
+        self._until = time.monotonic() + 60 * options.tune
         unasked = dict.fromkeys(("output_dir", "json", "report", "tune", "compile_timeout"))
         asked = {**args.as_dict(), **asdict(self.options), **unasked}
         self.path = cache_root() / "tuned" / f"{digest([json.dumps(asked, default=str), code_digest()])}.json"
-        self.path.parent.mkdir(exist_ok=True)
-        self.tried = _read(self.path)
+        self.tried: dict[Setting, Trial] = {}
+        # there is none, or none that can be read
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.tried = {
+                Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Trial(**trial)
+                for setting, trial in json.loads(self.path.read_text())
+            }
         if self.tried:
             say(console, f"tune:    {len(self.tried)} settings were tried before")
 
@@ -177,20 +178,7 @@ class Tuning:
 
     def _write(self) -> None:
         content = [[asdict(setting), asdict(trial)] for setting, trial in self.tried.items()]
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as made:
-            json.dump(content, made)
-        os.replace(made.name, self.path)
-
-
-def _read(path: Path) -> dict[Setting, Trial]:
-    """An earlier process's trials; none if they can't be read."""
-    try:
-        return {
-            Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Trial(**trial)
-            for setting, trial in json.loads(path.read_text())
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+        Folder(self.path.parent).write(self.path.name, json.dumps(content).encode())
 
 
 def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Trial]]:
