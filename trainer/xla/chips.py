@@ -20,32 +20,21 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip.
-
-    Args:
-        libtpu, config: libtpu's names of generation and configuration; megacore makes one device of a chip's two cores.
-        flops: bf16 FLOP/s; a multiply-add is two.
-        hbm_bytes: usable by a program: HBM less the system's reserve, from out-of-memory errors of libtpu 0.0.21.
-        hbm_bandwidth, dcn_bandwidth, host_bandwidth: bytes/s; to its host's memory each way.
-        links, link_bandwidth: number of ICI links, and bytes/s each way of each.
-        clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs of all MXUs in a cycle.
-        pod: chips along each dimension of the largest slice.
-        mxu: rows and columns of a matrix unit.
-    """
+    """Peaks of one chip; bandwidths are bytes/s."""
 
     name: str
-    libtpu: str
-    config: str | None
-    flops: float
-    hbm_bytes: int
+    libtpu: str  # libtpu's name of the generation
+    config: str | None  # libtpu's chip configuration; megacore makes one device of a chip's two cores
+    flops: float  # bf16 FLOP/s; a multiply-add is two
+    hbm_bytes: int  # for a program: HBM less the system's reserve, from out-of-memory errors of libtpu 0.0.21
     hbm_bandwidth: float
-    links: int
-    link_bandwidth: float
-    dcn_bandwidth: float
-    clock: float
-    pod: tuple[int, ...]
-    mxu: int = 128
-    host_bandwidth: float = 16e9
+    links: int  # of ICI
+    link_bandwidth: float  # each way of each
+    dcn_bandwidth: float  # to other slices
+    clock: float  # Hz of the compiler's estimated cycles: `flops` divided by the FLOPs of all MXUs in a cycle
+    pod: tuple[int, ...]  # chips along each dimension of the largest slice
+    mxu: int = 128  # rows and columns of a matrix unit
+    host_bandwidth: float = 16e9  # each way between the chip and its host's memory
 
     def missing_flags(self, given: str) -> dict[str, str]:
         """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets."""

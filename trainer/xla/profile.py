@@ -16,10 +16,9 @@ FOLDER = "profile"  # in the output folder
 
 
 class ProfileCallback(TrainerCallback):
-    """Traces the steps from ``first`` to ``last`` inclusive, and writes the trace into ``output``.
+    """Traces the steps from ``first`` to ``last`` inclusive, or the run's part of them, and writes it into ``output``.
 
-    It waits for the devices before and after, so that the trace has these steps and no others. A run that begins or
-    ends between the two traces its part of them.
+    It waits for the devices before and after, so that the trace has these steps and no others.
     """
 
     def __init__(self, first: int, last: int, output: Folder) -> None:

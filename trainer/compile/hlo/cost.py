@@ -81,7 +81,6 @@ class Counter:
     """Counts each computation's cost once, however often it is called.
 
     Args:
-        mesh: axis → size.
         layers: trip count assumed for an outermost loop of unknown length. Inner ones are assumed to run once: their
             length depends on data, as in an exchange that is repeated until every token is served.
         chip: its clock and links decide how much of a collective is hidden by computation.

@@ -31,12 +31,10 @@ def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> 
     window = convolution.attribute(r"window=\{([^}]*)\}") or ""
     batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
     work = left["b"] / batch_groups * right["i"] * right["o"]
-    for number, dimension in enumerate(sorted(key for key in right if key.isdigit())):
-        stride, left_dilation, right_dilation = (
-            int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")
-        )
+    for number, dimension in enumerate(sorted(filter(str.isdigit, right))):
         low = int(_window(window, "pad", number, "0_0").split("_")[0])
-        work *= _valid(left[dimension], out[dimension], right[dimension], stride, low, left_dilation, right_dilation)
+        factors = [int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")]
+        work *= _valid(left[dimension], out[dimension], right[dimension], low, *factors)
     return 2.0 * work
 
 
@@ -47,7 +45,7 @@ def _window(window: str, key: str, number: int, default: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
+def _valid(size: int, out: int, kernel: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
     """Counts the pairs of an output and a kernel position that meet an input element, in one spatial dimension."""
     position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
     inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)

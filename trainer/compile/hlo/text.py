@@ -18,10 +18,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|called_computations|body|branch_computations|true_computation|false_computation)"
-    r"=(\{[^}]*\}|[^\s,]+,?)"
-)
+_CALLED = re.compile(r"(?:calls|to_apply|body|(?:called|branch|true|false)_computations?)=(\{[^}]*\}|[^\s,]+,?)")
 _PARENTHESIS = re.compile(r"[()]")
 
 
@@ -119,7 +116,7 @@ class Computation:
         for instruction in self.instructions:
             for operand in instruction.operands:
                 users[operand].append(instruction)
-        return dict(users)
+        return users
 
     @property
     def root(self) -> Instruction:
@@ -143,11 +140,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads a module's text.
-
-    Raises:
-        ValueError: it has no ENTRY computation.
-    """
+    """Reads a module's text; raises ValueError if it has no ENTRY computation."""
     computations: dict[str, Computation] = {}
     entry = current = None
     for line in text.splitlines():

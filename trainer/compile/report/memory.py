@@ -29,31 +29,23 @@ class Buffer:
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """Bytes a chip.
+    """Bytes a chip."""
 
-    Args:
-        peak_bytes: the most alive at once, by the compiler; if the step does not fit, ``required_bytes``.
-        required_bytes: free bytes needed to load and run the step: arguments, outputs that take no argument's place,
-            and the heap of temporaries with its gaps. By this number the compiler refuses a step.
-        argument_bytes: weights_bytes + optimizer_bytes + batch_bytes + other_bytes.
-        alias_bytes: outputs that take the place of arguments.
-        compiler_temp_bytes: temporaries by the compiler's statistics, which can exceed the heap.
-        host_temp_bytes, host_argument_bytes: in the host's memory (offloaded).
-    """
-
-    peak_bytes: int
+    peak_bytes: int  # the most alive at once, by the compiler; if the step does not fit, `required_bytes`
+    # free bytes needed to load and run the step: arguments, outputs that take no argument's place, and the heap of
+    # temporaries with its gaps. By this number the compiler refuses a step.
     required_bytes: int
-    argument_bytes: int
+    argument_bytes: int  # sum of the next four
     weights_bytes: int
     optimizer_bytes: int
     batch_bytes: int
     other_bytes: int
     output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    compiler_temp_bytes: int
+    alias_bytes: int  # outputs that take the place of arguments
+    temp_bytes: int  # the heap of temporaries
+    compiler_temp_bytes: int  # temporaries by the compiler's statistics, which can exceed the heap
     code_bytes: int
-    host_temp_bytes: int
+    host_temp_bytes: int  # in the host's memory (offloaded)
     host_argument_bytes: int
 
 

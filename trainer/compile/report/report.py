@@ -46,24 +46,18 @@ class ModuleLine:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Lower bounds of a step's seconds, one for each of the chip's peaks; estimates.
+    """Lower bounds of a step's seconds, one for each of the chip's peaks; estimates."""
 
-    Args:
-        compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes, each divided by the chip's peak.
-        cycles: the compiler's cycles of matrix products, divided by the clock. Kernels and collectives have none, so
-            kernels' FLOPs over the peak and exposed bytes over the bandwidth of all links are added. Cycles of other
-            operations are left out: they say several times the time (docs/tpu.md).
-        bound: the name of the longest.
-        mfu_bound: MFU at that time; None without model FLOPs.
-    """
-
-    compute: float
-    hbm: float
+    compute: float  # FLOPs over the chip's peak
+    hbm: float  # bytes over the bandwidth, as those of the links
     ici: float
     dcn: float
+    # the compiler's cycles of matrix products, divided by the clock. Kernels and collectives have none, so kernels'
+    # FLOPs over the peak and exposed bytes over the bandwidth of all links are added. Cycles of other operations are
+    # left out: they say several times the time (docs/tpu.md).
     cycles: float
-    bound: str
-    mfu_bound: float | None
+    bound: str  # name of the longest
+    mfu_bound: float | None  # MFU at that time, if the model's FLOPs are known
 
     @property
     def seconds(self) -> float:
