@@ -77,12 +77,9 @@ def shorter_steps(job: Job) -> tuple[str, ...]:
 def lower(
     job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_flags: str = "", chip: Chip | None = None
 ) -> LoweredGraph:
-    """One of the job's graphs as HLO.
+    """One of :func:`graphs_of` the job as HLO, with the kernels of ``platform``, ``tpu`` or ``cpu``.
 
-    Args:
-        graph: one of :func:`graphs_of`.
-        platform: ``tpu`` or ``cpu``, for which kernels are chosen.
-        compiler_flags: as LIBTPU_INIT_ARGS holds them.
+    ``compiler_flags`` are as LIBTPU_INIT_ARGS holds them.
     """
     init_runtime()
     # autograd asks the device for its context, which only a first computation makes

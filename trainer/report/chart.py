@@ -26,12 +26,9 @@ _POINTS = 6_000  # of all lines of a chart together
 
 
 def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
-    """A chart of lines over steps whose values a pointer shows; empty if no line has a finite value.
+    """A chart of ``lines``, name → (step, value) by ascending step; empty if none has a finite value.
 
-    Args:
-        title: the quantity and its unit.
-        lines: name → (step, value), by ascending step.
-        floor: a value that the vertical axis reaches down to.
+    A pointer shows their values. The vertical axis reaches down to ``floor``.
     """
     if not (drawn := _thin_lines(lines)):
         return ""

@@ -33,11 +33,7 @@ _HERE = Path(__file__).parent
 
 
 def render(name: str, folder: Path | None = None, **values: Any) -> Markup:
-    """A template filled with ``values``; plain texts among them are escaped.
-
-    Args:
-        folder: the template's, unless it is beside this file.
-    """
+    """A template of ``folder``, or beside this file, filled with ``values``; plain texts among them are escaped."""
     return Markup(_environment(folder or _HERE).get_template(name).render(theme=THEME, parts=PARTS, **values))
 
 

@@ -36,25 +36,17 @@ _NO_CYCLES = 2**62  # the compiler writes at least this where it has no estimate
 
 @dataclass
 class Cost:
-    """The cost of one run of a computation.
-
-    Args:
-        product_cycles: the part of ``cycles`` in operations that multiply matrices.
-        kernels: custom kernels without a cost estimate: module → runs.
-        kernel_flops: the part of ``flops`` from custom kernels' cost estimates; kernels have no cycles.
-        modules: module → its part of ``flops``, ``hbm_bytes`` and ``cycles``.
-        loops: loops whose length depends on data: op_name → runs that were assumed.
-    """
+    """The cost of one run of a computation."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     host_bytes: float = 0.0
     cycles: float = 0.0
-    product_cycles: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)
-    kernel_flops: float = 0.0
-    modules: dict[str, Cost] = field(default_factory=dict)
-    loops: dict[str, int] = field(default_factory=dict)
+    product_cycles: float = 0.0  # of `cycles`, those in operations that multiply matrices
+    kernels: dict[str, float] = field(default_factory=dict)  # without a cost estimate: module → runs
+    kernel_flops: float = 0.0  # of `flops`, those in custom kernels' cost estimates; kernels have no cycles
+    modules: dict[str, Cost] = field(default_factory=dict)  # module → its part of FLOPs, HBM bytes and cycles
+    loops: dict[str, int] = field(default_factory=dict)  # whose length depends on data: op_name → runs assumed
     collectives: dict[Collective, Traffic] = field(default_factory=dict)
 
     def add(self, other: Cost, times: float = 1) -> None:
@@ -195,15 +187,12 @@ class Counter:
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
     def _fused(self, cost: Cost, fused: Computation, owner: str, *, scatters: bool) -> None:
-        """Adds the FLOPs and collectives inside a fusion.
+        """Adds the FLOPs and collectives inside a fusion; of the module ``owner`` if their own metadata name none.
 
         An asynchronous collective (it has a chain_id) appears in the fusion that starts it, in the one that ends it,
         and in every fusion that it overlaps, those of inner loops too; it counts in the first alone. The compiler
-        writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter.
-
-        Args:
-            owner: module of collectives whose own metadata names none.
-            scatters: an outer computation is called all-reduce-scatter.
+        writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter: here or outside, it
+        ``scatters``.
         """
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
         starts = _chain(fused, "AsyncCollectiveStart") is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.compile.report import summary
+from shardwright.compile.report.estimate import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.html import render
 from shardwright.report.units import size
@@ -19,13 +21,15 @@ def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequen
 
 
 def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] = ()) -> str:
-    """The report as HTML.
-
-    Args:
-        title: names the job, ``mixtral_ep, Mixtral-8x7B, 4 × 4096 tokens a chip``.
-        tried: rows under `summary.TRIED_HEADER`, one for each neighbour that a search compiled.
-    """
-    whole = report.estimate.seconds
+    """The report of the job ``title`` as HTML; ``tried``: rows under `summary.TRIED_HEADER`, one a neighbour."""
+    whole, changed = report.estimate.seconds, report.estimate.efficiency
+    efficiencies = [
+        (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
+        for kind, each in EFFICIENCIES.items()
+    ]
+    axes: dict[str, float] = defaultdict(float)
+    for line in report.collectives:
+        axes[line.axis] += line.wire_bytes
     return render(
         "compile.html.j2",
         Path(__file__).parent,
@@ -38,7 +42,8 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         values=value_rows(report.values),
         shares=[(cause, s, f"{s:,.3f} s ({s / whole:.1%})") for cause, s in summary.share_rows(report)],
         roofs=[(summary.ROOFS[name], s, f"{s:,.4f} s") for name, s in report.roofline.times.items()],
-        axes=[(axis, sent, size(sent)) for axis, sent in summary.by_axis(report)],
+        axes=[(axis, sent, size(sent)) for axis, sent in sorted(axes.items(), key=lambda item: -item[1])],
+        efficiencies=efficiencies,
         collectives=[
             (*summary.sent_cells(x), x.kind, x.axis, summary.what_for(x), x.shape)
             for x in report.collectives[: summary.ROWS]

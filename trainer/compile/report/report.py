@@ -89,49 +89,33 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class CompileReport(MemorySizes):
-    """All numbers of a compiled train step, and the memory of the run's other graphs.
+    """All numbers of a compiled train step, and the memory of the run's other graphs."""
 
-    Args:
-        fits: every compiled graph does.
-        chip_hbm_bytes: usable by a program.
-        model_flops: a chip's part of :attr:`Expected.model_flops`.
-        hbm_bytes, host_traffic_bytes: read and written there.
-        estimated_cycles: the compiler's, loops multiplied out, without custom kernels.
-        compile_seconds, wall_seconds: CPU and wall time of the compiling process.
-        modules: by cycles, most first.
-        kernel_flops, kernels, loops: as in :class:`shardwright.compile.hlo.cost.Cost`.
-        error: why the compiler refused the step; empty if it fits.
-        graphs: the train step, then the others (:meth:`beside`).
-        estimate: the train step's time; 0 without a compiled step.
-        uncompiled: names of the run's graphs that need no compile: each is the train step with fewer tokens.
-        values: as in :class:`shardwright.compile.lowered_graph.LoweredGraph`.
-    """
-
-    fits: bool
+    fits: bool  # every compiled graph does
     topology: str
     slices: int
-    devices: int
+    devices: int  # of all slices
     mesh: dict[str, int]
-    chip_hbm_bytes: int
+    chip_hbm_bytes: int  # usable by a program
     flops: float
-    model_flops: float | None
-    hbm_bytes: float
+    model_flops: float | None  # a chip's part of `Expected.model_flops`
+    hbm_bytes: float  # read and written there, as on the host
     host_traffic_bytes: float
-    estimated_cycles: float
-    compile_seconds: float
+    estimated_cycles: float  # the compiler's, loops multiplied out, without custom kernels
+    compile_seconds: float  # CPU time of the compiling process
     wall_seconds: float
-    kernel_flops: float
-    modules: tuple[ModuleLine, ...]
+    kernel_flops: float  # as in `Cost`, with kernels and loops
+    modules: tuple[ModuleLine, ...]  # by cycles, most first
     kernels: dict[str, float]
     loops: dict[str, int]
     collectives: tuple[CollectiveLine, ...]
     largest_buffers: tuple[Buffer, ...]
     roofline: Roofline
-    error: str
-    graphs: tuple[GraphMemory, ...]
-    estimate: Estimate
-    uncompiled: tuple[str, ...] = ()
-    values: tuple[LayerValue, ...] = ()
+    error: str  # why the compiler refused the step; empty if it fits
+    graphs: tuple[GraphMemory, ...]  # the train step, then those of `beside`
+    estimate: Estimate  # of the train step; 0 seconds if it was not compiled
+    uncompiled: tuple[str, ...] = ()  # names of the run's graphs that are the train step with fewer tokens
+    values: tuple[LayerValue, ...] = ()  # as in `LoweredGraph`
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """Merges the memory of another graph of the same run into the verdict of this step, which fits."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
-from shardwright.compile.report.estimate import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.units import size
 
@@ -50,15 +47,6 @@ def estimate_line(report: CompileReport) -> str:
         parts.append(f"{found.mfu:.1%} MFU")
     changed = ", ".join(f"{kind}={value:g}" for kind, value in found.efficiency.items())
     return ", ".join(parts) + (f" (with --efficiency {changed})" if changed else "")
-
-
-def efficiency_rows(report: CompileReport) -> list[tuple[str, ...]]:
-    """Cells under :data:`EFFICIENCY_HEADER`."""
-    changed = report.estimate.efficiency
-    return [
-        (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
-        for kind, each in EFFICIENCIES.items()
-    ]
 
 
 def share_rows(report: CompileReport) -> list[tuple[str, float]]:
@@ -153,11 +141,3 @@ def flag(line: CollectiveLine) -> str:
     """A collective that should not be there, and why."""
     shape = line.shape if len(line.shape) < 60 else f"{line.shape[:60]} …"
     return f"{line.kind} of {shape} over {line.axis}, {size(line.bytes)} a step: {line.unplanned}"
-
-
-def by_axis(report: CompileReport) -> list[tuple[str, float]]:
-    """(mesh axis, bytes that a chip sends along it), the largest first."""
-    total: dict[str, float] = defaultdict(float)
-    for line in report.collectives:
-        total[line.axis] += line.wire_bytes
-    return sorted(total.items(), key=lambda item: -item[1])

@@ -19,10 +19,7 @@ def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, Compile
     """The job with the best share, compiled; the share is printed and kept for runs on that chip.
 
     The best is the estimated fastest of those that fit, since writing and reading values can take longer than computing
-    them again; ``full`` if none fits.
-
-    Raises:
-        UserError: as :meth:`CompileJob.compile`.
+    them again; ``full`` if none fits. Raises UserError as :meth:`CompileJob.compile`.
     """
     reports: dict[int, CompileReport] = {}
     speed: dict[int, float] = {}  # only shares that fit
