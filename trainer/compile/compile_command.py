@@ -64,7 +64,15 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             instead="--topology v5p:4x4x4, or another of libtpu's names",
         )
     for path in filter(None, (options.report, options.json)):
-        _check_writable(path)
+        parent = Path(os.path.expanduser(path)).absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+            found = f"{path} can't be written" if parent.is_dir() else f"{parent} is no folder that can be written"
+            raise UserError(
+                asked=f"the report in {path}",
+                found=found,
+                why="it is written after minutes of compiling",
+                instead="a file in a folder that exists",
+            )
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
@@ -102,15 +110,3 @@ def _write(
             plain["largest_batch"] = most
         Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         say(console, f"json:    {options.json}")
-
-
-def _check_writable(path: str) -> None:
-    """Refuses a path that can't be written, before minutes of compiling."""
-    parent = Path(os.path.expanduser(path)).absolute().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
-        raise UserError(
-            asked=f"the report in {path}",
-            found=f"{parent} is no folder that can be written" if not parent.is_dir() else f"{path} can't be written",
-            why="it is written after minutes of compiling",
-            instead="a file in a folder that exists",
-        )

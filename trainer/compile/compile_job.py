@@ -63,8 +63,7 @@ class CompileJob:
     def compile(self) -> CompileReport:
         """Lowers and compiles the train step and, if it fits, the run's other graphs, unless the cache has them.
 
-        Raises:
-            UserError: no libtpu, or a compiler that failed.
+        Raises UserError without a libtpu, or if the compiler failed.
         """
         job, options, where = self.job, self.options, self.where
         crossed = [axis for name in job.facts.experts[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
@@ -96,10 +95,9 @@ class CompileJob:
 
 
 def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
-    """Compiler flag → value: the chip's, as a run sets them, overridden by ``text``; ``name=`` removes one.
+    """Compiler flag → value: the chip's, as a run sets them, overridden by ``text``, ``name=value name=value``.
 
-    Raises:
-        UserError: ``text`` is not ``name=value name=value``.
+    ``name=`` removes one. Raises UserError for any other text.
     """
     flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
     for word in text.split():

@@ -46,10 +46,6 @@ class CompileTarget:
     flags: dict[str, str] = field(default_factory=dict)  # by name without dashes; those in LIBTPU_INIT_ARGS hold too
     timeout: float = 3600.0  # seconds of wall time after which the compiler is killed
 
-    @property
-    def name(self) -> str:
-        return f"{self.slices} × {self.topology}"
-
 
 def compile_for(
     lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
@@ -63,7 +59,7 @@ def compile_for(
     size = math.prod(lowered.mesh.values())
     if size != where.devices:
         raise UserError(
-            asked=f"{target.name}, {where.devices} chips",
+            asked=f"{target.slices} × {target.topology}, {where.devices} chips",
             found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
             why="each chip is one position of the mesh",
             instead=f"a mesh of {where.devices} devices, or a topology of {size} chips",
@@ -106,9 +102,10 @@ def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
     return dcn
 
 
-def _libtpu_version() -> str:
+def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
+    """A hash of everything that the compiler's result depends on."""
     try:
-        return importlib.metadata.version("libtpu")
+        versions = [_FORMAT, importlib.metadata.version("libtpu"), importlib.metadata.version("jaxlib")]
     except importlib.metadata.PackageNotFoundError as error:
         raise UserError(
             asked="compiling for a TPU",
@@ -116,11 +113,6 @@ def _libtpu_version() -> str:
             why="it holds the compiler; it needs no TPU to run",
             instead="pip install -e '.[tpu]'",
         ) from error
-
-
-def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
-    """A hash of everything that the compiler's result depends on."""
-    versions = [_FORMAT, _libtpu_version(), importlib.metadata.version("jaxlib")]
     key = hashlib.sha256(json.dumps([versions, request]).encode())
     # Without metadata: it names our files and lines, which change when the step does not.
     # Semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1.
@@ -201,7 +193,7 @@ def _lines_of(text: str) -> list[str]:
 def _failure(target: CompileTarget, graph: str, how: str, lines: list[str], instead: str = "") -> UserError:
     unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
     return UserError(
-        asked=f"compiling the {graph} for {target.name}" + (f" with {target.flags}" if target.flags else ""),
+        asked=f"compiling the {graph} for {target.slices} × {target.topology}" + (f" with {target.flags}" if target.flags else ""),
         found="\n           ".join(line[:300] for line in [how, *lines]),
         why="without its result there is no telling what the run takes on this TPU",
         instead=instead or f"see the last lines above{unknown}",

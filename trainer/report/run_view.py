@@ -127,15 +127,11 @@ def _layer_charts(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _loads(loads: Sequence[ExpertLoad]) -> list[tuple[str, ...]]:
-    return [
-        (
-            label,
-            f"{max(load.over_mean):.2f}",
-            f"{load.entropy:.4f}",
-            "no limit" if load.dropped is None else f"{load.dropped:.2%}",
-        )
-        for label, load in labelled(loads).items()
-    ]
+    rows = []
+    for label, load in labelled(loads).items():
+        dropped = "no limit" if load.dropped is None else f"{load.dropped:.2%}"
+        rows.append((label, f"{max(load.over_mean):.2f}", f"{load.entropy:.4f}", dropped))
+    return rows
 
 
 def _answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
@@ -147,16 +143,11 @@ def _answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, 
 
 
 def _lives(lives: Sequence[Life]) -> list[tuple[str, ...]]:
-    return [
-        (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(life.began)),
-            _duration(life.ended - life.began),
-            f"{life.first:,}",
-            f"{life.last:,}",
-            life.after,
-        )
-        for life in lives
-    ]
+    rows = []
+    for life in lives:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(life.began))
+        rows.append((began, _duration(life.ended - life.began), f"{life.first:,}", f"{life.last:,}", life.after))
+    return rows
 
 
 def _duration(seconds: float) -> str:

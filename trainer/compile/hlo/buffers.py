@@ -14,11 +14,11 @@ _VALUE = re.compile(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
 
 
 class _BufferValue(NamedTuple):
-    """A value in HBM. Values with the same ``place`` (allocation, offset, bytes) share one buffer."""
+    """A value in HBM. Values with the same ``place`` share one buffer."""
 
     name: str
     bytes: int
-    place: tuple[int, int, int]
+    place: tuple[int, int, int]  # allocation, offset, bytes
 
 
 def peak_buffers(assignment: str) -> str:

@@ -72,11 +72,9 @@ def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost
 class Counter:
     """Counts each computation's cost once, however often it is called.
 
-    Args:
-        layers: trip count assumed for an outermost loop of unknown length. Inner ones are assumed to run once: their
-            length depends on data, as in an exchange that is repeated until every token is served.
-        chip: its clock and links decide how much of a collective is hidden by computation.
-        links: for collectives' times; None: they take none.
+    An outermost loop of unknown length is assumed to run ``layers`` times. Inner ones are assumed to run once: their
+    length depends on data, as in an exchange that is repeated until every token is served. The clock and links of
+    ``chip`` decide how much of a collective is hidden by computation. Without ``links`` collectives take no time.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
 def efficiencies(text: str = "") -> dict[str, float]:
     """Kind → reached part of the peak: :data:`EFFICIENCIES`, overridden by ``text``, ``gmm=0.9,ici=0.8``.
 
-    Raises:
-        UserError: an unknown kind; a value outside (0, 1].
+    Raises UserError for an unknown kind, and a value outside (0, 1].
     """
     values = {kind: each.value for kind, each in EFFICIENCIES.items()}
     for word in filter(None, text.replace(" ", "").split(",")):

@@ -47,25 +47,20 @@ class Trial:
     @property
     def cells(self) -> tuple[str, ...]:
         """The row under :data:`shardwright.compile.report.summary.TRIED_HEADER`."""
-        return (
-            self.what,
-            "can't be" if self.refused else "yes" if self.fits else "no",
-            size(self.required_bytes) if self.required_bytes is not None else "",
-            f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else "",
-            f"{self.mfu:.1%}" if self.mfu is not None else "",
-            f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused,
-        )
+        fits = "yes" if self.fits else "no"
+        needed = size(self.required_bytes) if self.required_bytes is not None else ""
+        speed = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else ""
+        mfu = f"{self.mfu:.1%}" if self.mfu is not None else ""
+        took = f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused
+        return (self.what, "can't be" if self.refused else fits, needed, speed, mfu, took)
 
 
 def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Trial], auto: bool = False) -> int:
     """Compile neighbours of ``job``, print each result and the fastest; returns the largest batch that fits.
 
     If the job does not fit, it tries other remat policies and meshes at the same batch, and then smaller batches; if it
-    fits, remat ``auto`` and larger batches. Stopped by Ctrl-C or SIGTERM, it prints the fastest so far.
-
-    Args:
-        tried: filled with the job and its neighbours, the fastest first.
-        auto: the job's remat was chosen for its batch, so larger batches are tried with full remat.
+    fits, remat ``auto`` and larger batches, with full remat if that of the job was chosen for its batch (``auto``).
+    Fills ``tried`` with the job and its neighbours, the fastest first, also if Ctrl-C or SIGTERM stops it.
     """
     tried.append(_trial("as asked", report))
     try:
