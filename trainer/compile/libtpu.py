@@ -191,9 +191,10 @@ def _lines_of(text: str) -> list[str]:
 
 
 def _failure(target: CompileTarget, graph: str, how: str, lines: list[str], instead: str = "") -> UserError:
+    flags = f" with {target.flags}" if target.flags else ""
     unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
     return UserError(
-        asked=f"compiling the {graph} for {target.slices} × {target.topology}" + (f" with {target.flags}" if target.flags else ""),
+        asked=f"compiling the {graph} for {target.slices} × {target.topology}{flags}",
         found="\n           ".join(line[:300] for line in [how, *lines]),
         why="without its result there is no telling what the run takes on this TPU",
         instead=instead or f"see the last lines above{unknown}",

@@ -10,7 +10,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import torch_xla
@@ -42,14 +42,8 @@ from shardwright.xla.runtime import init_runtime
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
 BATCH = ("input_ids", "labels")
 ISOLATED = ("segment_ids", "position_ids")  # besides, where documents are isolated
-
-
-class Traced(NamedTuple):
-    """A graph of lazy tensors: its results, layouts of tensors that are no placeholders, and `LoweredGraph.values`."""
-
-    results: Tensors
-    layouts: Mapping[str, PartitionSpec]
-    values: tuple[LayerValue, ...] = ()
+# a graph of lazy tensors: its results, layouts of tensors that are no placeholders, and `LoweredGraph.values`
+Traced: TypeAlias = tuple[Tensors, Mapping[str, PartitionSpec], tuple[LayerValue, ...]]
 
 
 def graphs_of(job: Job) -> tuple[str, ...]:
@@ -58,15 +52,12 @@ def graphs_of(job: Job) -> tuple[str, ...]:
     One graph loads, or reads back for an export, one layer of a batch of parameters; the batch with the largest
     parameter stands for all.
     """
-    prompts = job.args.sample_prompts is not None
-    names = {
-        LOADING: bool(_largest_batch(job)),
-        READING: bool(_largest_batch(job)),
-        REFERENCE_PASS: job.args.entry.reference,
-        PROMPTS: prompts and can_cache(job.model),
-        NEXT_TOKEN: prompts,
-    }
-    return (TRAIN_STEP, EVALUATION, *(name for name, made in names.items() if made))
+    names = [TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ())]
+    if job.args.entry.reference:
+        names.append(REFERENCE_PASS)
+    if job.args.sample_prompts is not None:
+        names += [PROMPTS, NEXT_TOKEN] if can_cache(job.model) else [NEXT_TOKEN]
+    return tuple(names)
 
 
 def shorter_steps(job: Job) -> tuple[str, ...]:
@@ -130,14 +121,14 @@ def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
     placed = _placed(job, mesh)
     step = TrainStep(placed)
     step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    return Traced(step.replaced, {}, layer_values(job, placed.model))
+    return step.replaced, {}, layer_values(job, placed.model)
 
 
 def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Traced:
     evaluation = evaluation_step(_placed(job, mesh))
     sums = evaluation.begin()
     evaluation.trace(_batch(job, job.evaluation_rows), sums)
-    return Traced({"sums": sums}, {})
+    return {"sums": sums}, {}, ()
 
 
 def _trace_layer(job: Job, mesh: AbstractMesh, *, reads: bool) -> Traced:
@@ -148,20 +139,20 @@ def _trace_layer(job: Job, mesh: AbstractMesh, *, reads: bool) -> Traced:
     layouts = {f"a layer of {name}": specs[name][1:] for name in stacks}
     if reads:
         rows = read_layer(stacks, number, job.stored, mesh)
-        return Traced({f"a layer of {name}": row for name, row in rows.items()}, layouts)
+        return {f"a layer of {name}": row for name, row in rows.items()}, layouts, ()
     rows = {
         name: mesh.place(row, stack.shape[1:], stack.dtype, layouts[row])
         for (name, stack), row in zip(stacks.items(), layouts, strict=True)
     }
     write_layer(stacks, rows, number, job.stored, mesh)
-    return Traced(stacks, {})
+    return stacks, {}, ()
 
 
 def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
     step, batch = ReferenceStep(_placed(job, mesh)), _batch(job, job.evaluation_rows)
     del batch[step.column]
     values = step.trace(batch)
-    return Traced({"logps": values}, {"logps": batch_spec(values.dim(), job.recipe.batch)})
+    return {"logps": values}, {"logps": batch_spec(values.dim(), job.recipe.batch)}, ()
 
 
 def _trace_generation(job: Job, mesh: AbstractMesh, *, next_token: bool) -> Traced:
@@ -172,7 +163,7 @@ def _trace_generation(job: Job, mesh: AbstractMesh, *, next_token: bool) -> Trac
     if next_token and isinstance(decoder, CachedDecoder):
         decoder.as_if_run()
         results = decoder.next(torch.empty(decoder.shape.rows, device="meta"))
-    return Traced(results, {name: decoder.spec_of(tensor) for name, tensor in results.items()})
+    return results, {name: decoder.spec_of(tensor) for name, tensor in results.items()}, ()
 
 
 _TRACED: dict[str, Callable[[Job, AbstractMesh], Traced]] = {

@@ -22,10 +22,7 @@ def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
 def place_batch(
     batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Moves a batch of tensors of mixed rank to the devices, laid out by :func:`batch_spec`.
-
-    Of several processes each passes its own rows alone (:func:`batch_share`).
-    """
+    """Moves a batch of mixed rank to the devices, laid out by :func:`batch_spec`; each process passes its own rows."""
     index, count = batch_share(mesh, batch_axes)
     placed = {}
     for name, held in batch.items():

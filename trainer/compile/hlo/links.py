@@ -57,8 +57,8 @@ class Links:
             if len(places) == 1:
                 continue
             stride = min(b - a for a, b in itertools.pairwise(places))
-            size, wrapped = self.topology.shape[dimension], self.topology.wrap[dimension]
-            closed = wrapped and len(places) * stride == size and size > 2
+            size = self.topology.shape[dimension]
+            closed = self.topology.wrap[dimension] and len(places) * stride == size > 2
             found.append(Ring(len(places), (2 if closed else 1) / stride))
         return found
 

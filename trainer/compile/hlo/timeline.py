@@ -94,10 +94,8 @@ class _Schedule:
         if opcode == "while":
             trips, _ = counter.trips(computation, instruction)
             run.add_all(self.computation(*called), trips)
-        elif opcode == "conditional":
+        elif opcode in ("conditional", "call"):
             run.add_all(max(map(self.computation, called), key=lambda branch: branch.now))
-        elif opcode == "call":
-            run.add_all(self.computation(*called))
         elif opcode in ("call-start", "async-start"):
             self._send(run, computation, instruction, counter.computation(*called))
         else:

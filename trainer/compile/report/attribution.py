@@ -53,7 +53,9 @@ def collective_lines(
         grouped[key.kind, key.axis, module, purpose, key.network, why].append((key, traffic))
     lines = []
     for (kind, axis, module, purpose, network, why), members in grouped.items():
-        total = functools.reduce(lambda total, member: total.plus(member[1], 1), members, Traffic())
+        total = Traffic()
+        for _, traffic in members:
+            total = total.plus(traffic, 1)
         largest, _ = max(members, key=lambda member: member[1].bytes / member[1].count)
         sums = (total.count, total.bytes, total.wire_bytes, total.exposed_bytes)
         lines.append(CollectiveLine(kind, axis, *sums, module, purpose, network, largest.shape, why))

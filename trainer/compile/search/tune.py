@@ -184,8 +184,7 @@ class Tuning:
 def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Trial]]:
     """The job of ``args`` in the fastest setting found, and all trials, the fastest first; prints how to run it.
 
-    Raises:
-        UserError: as :meth:`CompileJob.of`; no setting fits.
+    Raises UserError as :meth:`CompileJob.of`, and if no setting fits.
     """
     tuning = Tuning(args, options, console)
     try:
