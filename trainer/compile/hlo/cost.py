@@ -231,7 +231,8 @@ class Counter:
         """Bytes that a fusion reads of its parameter ``name``; None: all."""
         total = 0.0
         for user in fused.users.get(name, []):
-            first, part = user.operands[0] == name, None
+            first = user.operands[0] == name
+            part: float | None = None
             if user.opcode in _SLICES and first:
                 part = sum(leaf.bytes for leaf in user.leaves)
             elif user.opcode == "dynamic-update-slice" and first:

@@ -18,7 +18,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-_CALLED = re.compile(r"(?:calls|to_apply|body|(?:called|branch|true|false)_computations?)=(\{[^}]*\}|[^\s,]+,?)")
+_CALLED = re.compile(r", (?:calls|to_apply|body|(?:called|branch|true|false)_computations?)=(\{[^}]*\}|[^\s,]+)")
 _PARENTHESIS = re.compile(r"[()]")
 
 
@@ -135,7 +135,7 @@ class Module:
 
     def called(self, instruction: Instruction) -> list[Computation]:
         """The computations that a fusion, call, async start, loop (its body) or conditional (its branches) runs."""
-        found = "".join(_CALLED.findall(instruction.attributes))
+        found = " ".join(_CALLED.findall(instruction.attributes))
         return [self.computations[name] for name in re.findall(r"[^\s,{}%]+", found)]
 
 

@@ -90,14 +90,15 @@ class _Schedule:
 
     def _instruction(self, run: Run, computation: Computation, instruction: Instruction) -> None:
         counter, opcode = self.counter, instruction.opcode
-        called = counter.module.called(instruction)
         if opcode == "while":
             trips, _ = counter.trips(computation, instruction)
-            run.add_all(self.computation(*called), trips)
+            run.add_all(self.computation(*counter.module.called(instruction)), trips)
         elif opcode in ("conditional", "call"):
-            run.add_all(max(map(self.computation, called), key=lambda branch: branch.now))
+            branches = map(self.computation, counter.module.called(instruction))
+            run.add_all(max(branches, key=lambda branch: branch.now))
         elif opcode in ("call-start", "async-start"):
-            self._send(run, computation, instruction, counter.computation(*called))
+            (called,) = counter.module.called(instruction)
+            self._send(run, computation, instruction, counter.computation(called))
         else:
             own = counter.own(computation, instruction)
             self._send(run, computation, instruction, own)

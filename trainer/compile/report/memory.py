@@ -70,7 +70,8 @@ def memory_of(
     The last two are those of the error if the step does not fit, else 0 and none.
     """
     heap, kinds = _assigned(buffers, lowered)
-    limit, largest = 0, ()
+    limit = 0
+    largest: tuple[Buffer, ...] = ()
     if "error" in result:
         refusal = parse_out_of_memory(result["error"])
         limit, largest = refusal.limit, refusal.buffers
