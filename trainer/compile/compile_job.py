@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.arguments.training import TrainingArguments
@@ -41,7 +42,9 @@ class CompileJob:
         args = replace(self.job.args, per_device_train_batch_size=rows)
         return replace(self, job=replace(self.job, args=args))
 
-    def with_mesh(self, mesh: Mesh) -> CompileJob:
+    def with_mesh(self, sizes: Mapping[str, int]) -> CompileJob:
+        """The job on a mesh of these sizes within a slice."""
+        mesh = Mesh(dcn=self.job.recipe.mesh.dcn, **sizes)
         return replace(self, job=replace(self.job, recipe=replace(self.job.recipe, mesh=mesh)))
 
     def with_remat(self, remat: str | float) -> CompileJob:

@@ -127,7 +127,7 @@ def _layer_charts(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _loads(loads: Sequence[ExpertLoad]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for label, load in labelled(loads).items():
         dropped = "no limit" if load.dropped is None else f"{load.dropped:.2%}"
         rows.append((label, f"{max(load.over_mean):.2f}", f"{load.entropy:.4f}", dropped))
@@ -143,7 +143,7 @@ def _answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, 
 
 
 def _lives(lives: Sequence[Life]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for life in lives:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(life.began))
         rows.append((began, _duration(life.ended - life.began), f"{life.first:,}", f"{life.last:,}", life.after))

@@ -115,7 +115,7 @@ class Counter:
         cost = Cost(cycles=_cycles(instruction))
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
-            self._fused(cost, *self.module.called(instruction), module, scatters=False)
+            self._fused(cost, instruction, module, scatters=False)
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
@@ -164,10 +164,16 @@ class Counter:
         """The instruction that awaits ``start``, None if it isn't asynchronous."""
         if start.opcode != "fusion":
             return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
-        chain = _chain(*self.module.called(start), "AsyncCollectiveStart")
+        chain = self._chain(start, "AsyncCollectiveStart")
         later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
-        fusions = (i for i in later if i.opcode == "fusion")
-        return next((i for i in fusions if _chain(*self.module.called(i), "AsyncCollectiveDone") == chain), None)
+        return next((i for i in later if i.opcode == "fusion" and self._chain(i, "AsyncCollectiveDone") == chain), None)
+
+    def _chain(self, fusion: Instruction, target: str) -> str | None:
+        """The chain_id of the collective that a fusion starts or ends, if any (AsyncCollectiveStart or -Done)."""
+        (fused,) = self.module.called(fusion)
+        if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
+            return None
+        return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         operands = computation.operands(instruction)
@@ -184,7 +190,7 @@ class Counter:
                 name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
-    def _fused(self, cost: Cost, fused: Computation, owner: str, *, scatters: bool) -> None:
+    def _fused(self, cost: Cost, fusion: Instruction, owner: str, *, scatters: bool) -> None:
         """Adds the FLOPs and collectives inside a fusion; of the module ``owner`` if their own metadata name none.
 
         An asynchronous collective (it has a chain_id) appears in the fusion that starts it, in the one that ends it,
@@ -192,12 +198,13 @@ class Counter:
         writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter: here or outside, it
         ``scatters``.
         """
+        (fused,) = self.module.called(fusion)
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
-        starts = _chain(fused, "AsyncCollectiveStart") is not None
+        starts = self._chain(fusion, "AsyncCollectiveStart") is not None
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
             if instruction.opcode in ("fusion", "call"):
-                self._fused(cost, *self.module.called(instruction), owner, scatters=scatters)
+                self._fused(cost, instruction, owner, scatters=scatters)
             elif found := collective(fused, instruction, self.mesh, self.links):
                 if "chain_id=" in instruction.attributes and not starts:
                     continue
@@ -258,13 +265,6 @@ class Counter:
             (inner,) = self.module.called(part)
             return self._written(inner, inner.root)
         return None
-
-
-def _chain(fused: Computation, target: str) -> str | None:
-    """The chain_id of the collective that a fusion starts or ends, if any (AsyncCollectiveStart or -Done)."""
-    if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
-        return None
-    return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
 
 
 def _passing(fused: Computation, instruction: Instruction) -> tuple[set[int], set[int]]:

@@ -14,7 +14,6 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto
 from shardwright.errors import UserError
-from shardwright.layout.mesh import Mesh
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 from shardwright.step.auto_remat import AUTO, is_auto
@@ -84,15 +83,15 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
         say(console, f"{result.what}: {result}")
         return result
 
-    known, policy, mesh = tried[0], job.job.recipe.compute.remat, job.job.recipe.mesh
+    known, policy = tried[0], job.job.recipe.compute.remat
     if not report.fits:
         # remat changes only the train step
         for remat in () if report.graphs[0].fits else _REMAT:
             if remat != policy:
                 attempt(f"remat {remat}", functools.partial(job.with_remat, remat))
-        for sizes in moved_meshes(mesh.ici_sizes(job.job.devices)):
+        for sizes in moved_meshes(job.job.recipe.mesh.ici_sizes(job.job.devices)):
             what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in sizes.items())
-            attempt(what, lambda sizes=sizes: job.with_mesh(Mesh(dcn=mesh.dcn, **sizes)))
+            attempt(what, functools.partial(job.with_mesh, sizes))
     elif auto:
         job = job.with_remat("full")
         known = attempt("remat full", lambda: job)
