@@ -33,6 +33,7 @@ from shardwright.xla.chips import find_topology
 
 _FORMAT = 2  # part of the cache's key: raise it when the compiling process leaves other files
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
+_CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
 
@@ -169,7 +170,7 @@ def _run(work: Path, timeout: float) -> int | None:
         # in place of the parent's XLA_FLAGS, which are the CPU's; the dumps name the buffers alive at the peak
         "XLA_FLAGS": f"--xla_dump_to={work / 'dump'} --xla_dump_hlo_as_text",
     }
-    words = [sys.executable, "-m", "shardwright.compile.libtpu_process", str(work), str(os.getpid())]
+    words = [sys.executable, *_CHILD, str(work), str(os.getpid())]
     with (
         (work / "log").open("wb") as log,
         subprocess.Popen(
