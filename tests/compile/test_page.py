@@ -36,7 +36,7 @@ def test_a_step_that_was_not_compiled_has_no_time(refused: CompileReport) -> Non
 
 
 def test_the_bar_of_the_steps_time_has_a_part_for_each_cause(report: CompileReport) -> None:
-    (svg,) = re.findall(r'<svg role="img" aria-label="the step&#x27;s time".*?</svg>', page(report))
+    (svg,) = re.findall(r'<svg role="img" aria-label="the step&#39;s time".*?</svg>', page(report), re.DOTALL)
     widths = [float(width) for width in re.findall(r'width="([\d.]+)%" height="32"', svg)][1:]
     assert len(widths) == sum(seconds > 0 for seconds in report.estimate.shares.values())
     assert sum(widths) == pytest.approx(100, abs=0.1)

@@ -20,6 +20,7 @@ from shardwright.errors import UserError
 from shardwright.report.lines import say, waiting
 
 if TYPE_CHECKING:
+    from shardwright.compile.compile_job import CompileJob
     from shardwright.compile.report.report import CompileReport
     from shardwright.compile.search.search import Trial
 
@@ -63,40 +64,43 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             instead="--topology v5p:4x4x4, or another of libtpu's names",
         )
     for path in filter(None, (options.report, options.json)):
-        _check_writable(path)
+        parent = Path(os.path.expanduser(path)).absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+            found = f"{path} can't be written" if parent.is_dir() else f"{parent} is no folder that can be written"
+            raise UserError(
+                asked=f"the report in {path}",
+                found=found,
+                why="it is written after minutes of compiling",
+                instead="a file in a folder that exists",
+            )
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
-    auto = is_auto(job.job)
-    if auto:
+    if auto := is_auto(job.job):
         job, report = compile_auto(job, console)
     else:
         with waiting(console, f"compiling for {options.topology} …"):
             report = job.compile()
     print_report(report, console)
-    _write(report, options, job.title, console, tried)
+    _write(report, job, console, tried)
     if options.search:
         tried, most = [], None
         try:
             most = search(job, report, console, tried, auto)
         finally:  # also of a search that was stopped
-            _write(report, options, job.title, console, tried, most)
+            _write(report, job, console, tried, most)
     return 0 if report.fits else DOES_NOT_FIT
 
 
 def _write(
-    report: CompileReport,
-    options: CompileArguments,
-    title: str,
-    console: Console,
-    tried: Sequence[Trial] = (),
-    most: int | None = None,
+    report: CompileReport, job: CompileJob, console: Console, tried: Sequence[Trial], most: int | None = None
 ) -> None:
     """Writes the page and the JSON, with a search's trials and the largest batch that fits."""
     from shardwright.compile.report.compile_page import write_page
 
+    options = job.options
     if options.report:
-        write_page(report, Path(options.report), title=title, tried=[t.cells for t in tried])
+        write_page(report, Path(options.report), title=job.title, tried=[t.cells for t in tried])
         say(console, f"page:    {options.report}")
     if options.json:
         plain = report.as_json()
@@ -106,15 +110,3 @@ def _write(
             plain["largest_batch"] = most
         Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         say(console, f"json:    {options.json}")
-
-
-def _check_writable(path: str) -> None:
-    """Refuses a path that can't be written, before minutes of compiling."""
-    parent = Path(os.path.expanduser(path)).absolute().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
-        raise UserError(
-            asked=f"the report in {path}",
-            found=f"{parent} is no folder that can be written" if not parent.is_dir() else f"{path} can't be written",
-            why="it is written after minutes of compiling",
-            instead="a file in a folder that exists",
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.arguments.training import TrainingArguments
@@ -15,29 +16,43 @@ from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
 from shardwright.job import Job
+from shardwright.layout.mesh import Mesh
+from shardwright.step.auto_remat import with_remat
 from shardwright.xla.chips import Chip, Topology, find_topology
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A job, and the options of its compile. ``replace(this, job=replace(job, …))`` makes a neighbour."""
+    """A job, and the options of its compile."""
 
     job: Job
     options: CompileArguments
 
     @classmethod
     def of(cls, args: TrainingArguments, options: CompileArguments) -> CompileJob:
-        """The job of ``args`` on the slice of ``options``.
-
-        Raises:
-            UserError: a bad slice or efficiency, or bad arguments, recipe, model or prompts.
-        """
-        where = _topology(options)
+        """The job of ``args``; raises UserError for a bad slice or efficiency, arguments, recipe, model or prompts."""
+        where = find_topology(str(options.topology), options.slices)
         efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
         job = Job.resolve(args, lambda: where.devices)
         if args.sample_prompts is not None:
             expected_shape(job)  # as are bad prompts
         return cls(job, options)
+
+    def with_batch(self, rows: int) -> CompileJob:
+        args = replace(self.job.args, per_device_train_batch_size=rows)
+        return replace(self, job=replace(self.job, args=args))
+
+    def with_mesh(self, sizes: Mapping[str, int]) -> CompileJob:
+        """The job on a mesh of these sizes within a slice."""
+        mesh = Mesh(dcn=self.job.recipe.mesh.dcn, **sizes)
+        return replace(self, job=replace(self.job, recipe=replace(self.job.recipe, mesh=mesh)))
+
+    def with_remat(self, remat: str | float) -> CompileJob:
+        return replace(self, job=with_remat(self.job, remat))
+
+    @property
+    def where(self) -> Topology:
+        return find_topology(str(self.options.topology), self.options.slices)
 
     @property
     def title(self) -> str:
@@ -51,10 +66,9 @@ class CompileJob:
     def compile(self) -> CompileReport:
         """Lowers and compiles the train step and, if it fits, the run's other graphs, unless the cache has them.
 
-        Raises:
-            UserError: no libtpu, or a compiler that failed.
+        Raises UserError without a libtpu, or if the compiler failed.
         """
-        job, options, where = self.job, self.options, _topology(self.options)
+        job, options, where = self.job, self.options, self.where
         crossed = [axis for name in job.facts.experts[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
         dcn = job.recipe.mesh.dcn
         target = CompileTarget(
@@ -70,27 +84,23 @@ class CompileJob:
             tokens=job.tokens,
             efficiency=options.efficiency,
         )
-        given = " ".join(f"{name}={value}" for name, value in (target.flags or {}).items())
-        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {given}"
-        step = lower(job, compiler_flags=flags, chip=where.chip)
-        report = replace(compile_for(step, target, expected), uncompiled=shorter_steps(job))
+        given = (f"{name}={value}" for name, value in target.flags.items())
+        flags = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), *given])
+        step, *others = graphs_of(job)
+        lowered = lower(job, step, compiler_flags=flags, chip=where.chip)
+        report = replace(compile_for(lowered, target, expected), uncompiled=shorter_steps(job))
         if options.only_train_step or not report.fits:  # if it does not fit, the others can't change the verdict
             return report
-        for graph in graphs_of(job)[1:]:
+        for graph in others:
             lowered = lower(job, graph, compiler_flags=flags, chip=where.chip)
             report = report.beside(graph, compile_for(lowered, target))
         return report
 
 
-def _topology(options: CompileArguments) -> Topology:
-    return find_topology(str(options.topology), options.slices)
-
-
 def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
-    """Compiler flag → value: the chip's, as a run sets them, overridden by ``text``; ``name=`` removes one.
+    """Compiler flag → value: the chip's, as a run sets them, overridden by ``text``, ``name=value name=value``.
 
-    Raises:
-        UserError: ``text`` is not ``name=value name=value``.
+    ``name=`` removes one. Raises UserError for any other text.
     """
     flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
     for word in text.split():

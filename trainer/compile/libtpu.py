@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from shardwright.compile.report.report import CompileReport, Expected, make_repo
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, publish
 from shardwright.models.ops.jax_call import xla_client
-from shardwright.xla.chips import Topology, find_topology
+from shardwright.xla.chips import find_topology
 
 _FORMAT = 2  # part of the cache's key: raise it when the compiling process leaves other files
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
@@ -39,41 +39,32 @@ _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """The slices that a step is compiled for, and the compiler's options.
+    """The slices that a step is compiled for, and the compiler's options."""
 
-    Args:
-        topology: libtpu's name of a slice, ``v5p:4x4x4``.
-        slices: number of slices, joined by DCN.
-        dcn: mesh axis → number of slices that it spans; None: the outermost axes span them.
-        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``;
-            those in LIBTPU_INIT_ARGS hold too.
-        timeout: seconds of wall time after which the compiler is killed.
-    """
-
-    topology: str
+    topology: str  # libtpu's name of a slice, `v5p:4x4x4`
     slices: int = 1
-    dcn: dict[str, int] | None = None
-    flags: dict[str, str] | None = None
-    timeout: float = 3600.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.slices} × {self.topology}"
+    dcn: dict[str, int] | None = None  # mesh axis → number of slices that it spans; None: the outermost span them
+    flags: dict[str, str] = field(default_factory=dict)  # by name without dashes; those in LIBTPU_INIT_ARGS hold too
+    timeout: float = 3600.0  # seconds of wall time after which the compiler is killed
 
 
 def compile_for(
     lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
 ) -> CompileReport:
-    """Compiles a graph for slices of TPUs, unless the cache has it, and makes the report.
-
-    Args:
-        cache_dir: as of :func:`shardwright.files.cache.cache_root`.
+    """Compiles a graph for slices of TPUs, unless the cache has it (`files.cache.cache_root`), and makes the report.
 
     Raises:
         UserError: unknown topology; mesh of another size; no libtpu; the compiler failed or took too long.
     """
     where = find_topology(target.topology, target.slices)
-    _check_size(lowered, target, where)
+    size = math.prod(lowered.mesh.values())
+    if size != where.devices:
+        raise UserError(
+            asked=f"{target.slices} × {target.topology}, {where.devices} chips",
+            found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
+            why="each chip is one position of the mesh",
+            instead=f"a mesh of {where.devices} devices, or a topology of {size} chips",
+        )
     factors = _dcn_factors(lowered.mesh, target)
     request = {
         "arguments": [(a.sharding, a.output) for a in lowered.arguments],
@@ -81,31 +72,16 @@ def compile_for(
         "mesh": list(lowered.mesh.values()),
         "dcn": [factors.get(axis, 1) for axis in lowered.mesh],
         "topology": where.libtpu(),
-        "flags": sorted((target.flags or {}).items()),
+        "flags": sorted(target.flags.items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
     folder = cache_root(cache_dir) / "compiled" / _key(lowered, request)
     if not (folder / "result.json").exists():
         _compile(lowered, request, target, folder)
-
-    def text(name: str) -> str:
-        path = folder / f"{name}.gz"
-        return gzip.decompress(path.read_bytes()).decode() if path.exists() else ""
-
     result = json.loads((folder / "result.json").read_text())
-    hlo, buffers = text("optimised.hlo"), text("buffers.txt")
+    texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
+    hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
     return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
-
-
-def _check_size(lowered: LoweredGraph, target: CompileTarget, where: Topology) -> None:
-    size = math.prod(lowered.mesh.values())
-    if size != where.devices:
-        raise UserError(
-            asked=f"{target.name}, {where.devices} chips",
-            found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
-            why="each chip is one position of the mesh",
-            instead=f"a mesh of {where.devices} devices, or a topology of {size} chips",
-        )
 
 
 def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
@@ -114,12 +90,10 @@ def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
     if dcn is None:
         dcn, left = {}, slices
         for axis, size in mesh.items():
-            dcn[axis] = next(f for f in range(min(size, left), 0, -1) if size % f == 0 and left % f == 0)
+            dcn[axis] = math.gcd(size, left)
             left //= dcn[axis]
-    spanned = 1
-    for axis, factor in dcn.items():
-        spanned *= factor if axis in mesh and mesh[axis] % factor == 0 else 0
-    if spanned != slices:
+    divides = all(axis in mesh and mesh[axis] % factor == 0 for axis, factor in dcn.items())
+    if not divides or math.prod(dcn.values()) != slices:
         raise UserError(
             asked=f"{slices} slices for the mesh {mesh}",
             found=f"axes over slices: {dcn}",
@@ -129,14 +103,10 @@ def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
     return dcn
 
 
-def libtpu_version() -> str:
-    """The version of the installed libtpu.
-
-    Raises:
-        UserError: none is installed.
-    """
+def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
+    """A hash of everything that the compiler's result depends on."""
     try:
-        return importlib.metadata.version("libtpu")
+        versions = [_FORMAT, importlib.metadata.version("libtpu"), importlib.metadata.version("jaxlib")]
     except importlib.metadata.PackageNotFoundError as error:
         raise UserError(
             asked="compiling for a TPU",
@@ -144,11 +114,6 @@ def libtpu_version() -> str:
             why="it holds the compiler; it needs no TPU to run",
             instead="pip install -e '.[tpu]'",
         ) from error
-
-
-def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
-    """A hash of everything that the compiler's result depends on."""
-    versions = [_FORMAT, libtpu_version(), importlib.metadata.version("jaxlib")]
     key = hashlib.sha256(json.dumps([versions, request]).encode())
     # Without metadata: it names our files and lines, which change when the step does not.
     # Semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1.
@@ -175,13 +140,13 @@ def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarg
             last = _lines_of((work / "log").read_text(errors="replace"))[-_LINES_SHOWN:]
             if ended is None:
                 how = f"no result after {target.timeout:g} s; the compiler was killed"
-                raise _failure(target, lowered.graph, [how, *last], "a longer timeout, or a smaller model first")
+                raise _failure(target, lowered.graph, how, last, "a longer timeout, or a smaller model first")
             how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
-            raise _failure(target, lowered.graph, [how, *last])
+            raise _failure(target, lowered.graph, how, last)
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
-            lines = ["the TPU compiler refused it", *_lines_of(result["error"])[:_LINES_SHOWN]]
-            raise _failure(target, lowered.graph, lines)
+            first = _lines_of(result["error"])[:_LINES_SHOWN]
+            raise _failure(target, lowered.graph, "the TPU compiler refused it", first)
         result["wall_seconds"] = time.monotonic() - began
         (work / "result.json").write_text(json.dumps(result))
         made = work / folder.name
@@ -205,23 +170,19 @@ def _run(work: Path, timeout: float) -> int | None:
         # in place of the parent's XLA_FLAGS, which are the CPU's; the dumps name the buffers alive at the peak
         "XLA_FLAGS": f"--xla_dump_to={work / 'dump'} --xla_dump_hlo_as_text",
     }
-    with (work / "log").open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, *_CHILD, str(work), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+    words = [sys.executable, *_CHILD, str(work), str(os.getpid())]
+    with (
+        (work / "log").open("wb") as log,
+        subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        ) as child,
+    ):
         try:
             return child.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+            child.kill()
 
 
 def _lines_of(text: str) -> list[str]:
@@ -230,11 +191,12 @@ def _lines_of(text: str) -> list[str]:
     return [x for x in lines if x.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", x)]
 
 
-def _failure(target: CompileTarget, graph: str, lines: list[str], instead: str = "") -> UserError:
+def _failure(target: CompileTarget, graph: str, how: str, lines: list[str], instead: str = "") -> UserError:
+    flags = f" with {target.flags}" if target.flags else ""
     unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
     return UserError(
-        asked=f"compiling the {graph} for {target.name}" + (f" with {target.flags}" if target.flags else ""),
-        found="\n           ".join(line[:300] for line in lines),
+        asked=f"compiling the {graph} for {target.slices} × {target.topology}{flags}",
+        found="\n           ".join(line[:300] for line in [how, *lines]),
         why="without its result there is no telling what the run takes on this TPU",
         instead=instead or f"see the last lines above{unknown}",
     )

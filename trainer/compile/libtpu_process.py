@@ -47,13 +47,13 @@ def main(folder: Path) -> None:
         text = _dumped(folder, "after_optimizations.txt")
     else:
         sizes = compiled.get_compiled_memory_stats()
-        for size in _SIZES:
-            result[size] = getattr(sizes, f"{size}_size_in_bytes")
-            result[f"host_{size}"] = getattr(sizes, f"host_{size}_size_in_bytes")
+        names = (*_SIZES, *(f"host_{name}" for name in _SIZES))
+        result |= {name: getattr(sizes, f"{name}_size_in_bytes") for name in names}
         result["peak"] = sizes.peak_memory_in_bytes
         text = compiled.hlo_modules()[0].to_string()
-    _write(folder / "optimised.hlo.gz", text)
-    _write(folder / "buffers.txt.gz", peak_buffers(_dumped(folder, "buffer-assignment.txt")))
+    buffers = peak_buffers(_dumped(folder, "buffer-assignment.txt"))
+    for name, content in {"optimised.hlo.gz": text, "buffers.txt.gz": buffers}.items():
+        (folder / name).write_bytes(gzip.compress(content.encode(), compresslevel=5))
     used = resource.getrusage(resource.RUSAGE_SELF)
     result["cpu_seconds"] = used.ru_utime + used.ru_stime
     (folder / "result.json").write_text(json.dumps(result))
@@ -69,10 +69,8 @@ def annotate(hlo: bytes, request: dict[str, Any]) -> bytes:
         string, index = ir.StringAttr.get, ir.IntegerType.get_signless(32)
         parameters = []
         for sharding, output in request["arguments"]:
-            attributes: dict[str, Any] = {"mhlo.sharding": string(sharding)}
-            if output is not None:
-                attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, output)
-            parameters.append(ir.DictAttr.get(attributes))
+            replaced = {} if output is None else {"tf.aliasing_output": ir.IntegerAttr.get(index, output)}
+            parameters.append(ir.DictAttr.get({"mhlo.sharding": string(sharding), **replaced}))
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(parameters)
         outputs = [ir.DictAttr.get({"mhlo.sharding": string(s)}) for s in request["outputs"]]
         main.attributes["res_attrs"] = ir.ArrayAttr.get(outputs)
@@ -105,18 +103,10 @@ def _dumped(folder: Path, ending: str) -> str:
     return found[-1].read_text(errors="replace") if found else ""
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_bytes(gzip.compress(text.encode(), compresslevel=5))
-
-
-def _end_with(parent: int) -> None:
-    """Has Linux kill this process when its parent ends, even if that is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before prctl
-        sys.exit("the parent is gone")
-
-
 if __name__ == "__main__":
     if sys.platform == "linux":
-        _end_with(int(sys.argv[2]))
+        # has Linux kill this process when its parent ends, even if that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if os.getppid() != int(sys.argv[2]):  # it ended before prctl
+            sys.exit("the parent is gone")
     main(Path(sys.argv[1]))

@@ -11,41 +11,24 @@ TRAIN_STEP = "train step"
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of the lowered step's HLO.
+    """One parameter of the lowered step's HLO."""
 
-    Args:
-        name: as the recipe has it, ``model.layers.*.mlp.experts.gate_up_proj``; a moment has " first moment" behind it.
-        kind: ``weights``, ``optimizer``, ``batch`` or ``other``.
-        shape: global.
-        sharding: HLO's text, ``{devices=[8,1]<=[8]}`` or ``{replicated}``.
-        output: number of the output that takes its place in memory; None: it is not donated.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
+    name: str  # as the recipe has it, `model.layers.*.mlp.experts.up_proj`; a moment has " first moment" behind it
+    kind: str  # `weights`, `optimizer`, `batch` or `other`
+    shape: tuple[int, ...]  # global
     dtype: str
-    sharding: str
-    output: int | None
+    sharding: str  # HLO's text, `{devices=[8,1]<=[8]}` or `{replicated}`
+    output: int | None  # number of the output that takes its place in memory; None: it is not donated
 
 
 @dataclass(frozen=True)
 class LoweredGraph:
-    """A graph of a run as HLO, before it is partitioned.
+    """A graph of a run as HLO, before it is partitioned."""
 
-    Args:
-        hlo: a serialised HloModuleProto.
-        arguments: its parameters, in order.
-        outputs: each output's sharding, in HLO's text.
-        mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
-        layers: trip count of the longest loop over layers.
-        values: values of a layer and whether the train step keeps them, if it keeps a share.
-    """
-
-    hlo: bytes
+    hlo: bytes  # a serialised HloModuleProto
     arguments: tuple[Argument, ...]
-    outputs: tuple[str, ...]
-    mesh: dict[str, int]
-    layers: int
+    outputs: tuple[str, ...]  # shardings, in HLO's text
+    mesh: dict[str, int]  # axis → size, in mesh order; HLO's device ids are positions in it, row-major
+    layers: int  # trip count of the longest loop over layers
     graph: str = TRAIN_STEP
-    values: tuple[LayerValue, ...] = ()
+    values: tuple[LayerValue, ...] = ()  # of a layer, and whether the train step keeps each, if it keeps a share

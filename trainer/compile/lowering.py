@@ -6,10 +6,11 @@ but no data, so a model of any size is lowered in seconds.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 import torch_xla
@@ -17,7 +18,7 @@ import torch_xla
 from shardwright.compile.lowered_graph import TRAIN_STEP, Argument, LoweredGraph
 from shardwright.evaluation.build_generator import build_generator
 from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
-from shardwright.evaluation.generate import Decoder, can_cache
+from shardwright.evaluation.generate import can_cache
 from shardwright.evaluation.prompt_samples import expected_shape, sampling_of
 from shardwright.evaluation.reference_step import REFERENCE_PASS, ReferenceStep
 from shardwright.job import Job
@@ -41,14 +42,8 @@ from shardwright.xla.runtime import init_runtime
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
 BATCH = ("input_ids", "labels")
 ISOLATED = ("segment_ids", "position_ids")  # besides, where documents are isolated
-
-
-class Traced(NamedTuple):
-    """A graph of lazy tensors: its results, layouts of tensors that are no placeholders, and `LoweredGraph.values`."""
-
-    results: Tensors
-    layouts: Mapping[str, PartitionSpec]
-    values: tuple[LayerValue, ...] = ()
+# a graph of lazy tensors: its results, layouts of tensors that are no placeholders, and `LoweredGraph.values`
+Traced: TypeAlias = tuple[Tensors, Mapping[str, PartitionSpec], tuple[LayerValue, ...]]
 
 
 def graphs_of(job: Job) -> tuple[str, ...]:
@@ -66,22 +61,16 @@ def graphs_of(job: Job) -> tuple[str, ...]:
 
 
 def shorter_steps(job: Job) -> tuple[str, ...]:
-    """The names of the train steps on rows shorter than ``sequence_length``, which a run without packing compiles too.
-
-    They need no report: each is the train step with fewer tokens.
-    """
+    """The names of a run's train steps on rows shorter than ``sequence_length``, which need no report of their own."""
     return tuple(step_name(length, job.row_lengths) for length in job.row_lengths[:-1])
 
 
 def lower(
     job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_flags: str = "", chip: Chip | None = None
 ) -> LoweredGraph:
-    """One of the job's graphs as HLO.
+    """One of :func:`graphs_of` the job as HLO, with the kernels of ``platform``, ``tpu`` or ``cpu``.
 
-    Args:
-        graph: one of :func:`graphs_of`.
-        platform: ``tpu`` or ``cpu``, for which kernels are chosen.
-        compiler_flags: as LIBTPU_INIT_ARGS holds them.
+    ``compiler_flags`` are as LIBTPU_INIT_ARGS holds them.
     """
     init_runtime()
     # autograd asks the device for its context, which only a first computation makes
@@ -102,130 +91,95 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh) -> LoweredGraph:
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
     context.build(list(results.values()))
+    hlo = context.hlo()
     outputs = {name: number for number, name in enumerate(results)}
     known = {context.tensor_parameter_id(placeholder.tensor): placeholder.name for placeholder in mesh.placed}
     specs = {placeholder.name: placeholder.spec for placeholder in mesh.placed} | dict(layouts)
-    hlo = context.hlo()
     arguments = []
     for number, parameter in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
-        name, dimensions = known.get(number, "a constant"), tuple(parameter.dimensions())
-        spec = specs.get(name, (None,) * len(dimensions))
-        arguments.append(
-            Argument(
-                name=name,
-                kind=_kind(name, job),
-                shape=dimensions,
-                dtype=str(parameter.numpy_dtype()),
-                sharding=sharding_text(job.plan.mesh, spec),
-                output=outputs.get(name),
-            )
-        )
+        name, shape = known.get(number, "a constant"), tuple(parameter.dimensions())
+        sharding = sharding_text(job.plan.mesh, specs.get(name, (None,) * len(shape)))
+        dtype = str(parameter.numpy_dtype())
+        arguments.append(Argument(name, _kind(name, job), shape, dtype, sharding, outputs.get(name)))
+    decoders = (module for module in job.assembled.modules() if isinstance(module, DecoderLayers))
     return LoweredGraph(
         hlo=hlo,
         arguments=tuple(arguments),
         outputs=tuple(sharding_text(job.plan.mesh, specs[name]) for name in results),
         mesh=dict(job.plan.mesh),
-        layers=_layers(job),
+        layers=max((run.count for decoder in decoders for run in decoder.runs), default=1),
         graph=graph,
         values=values,
     )
-
-
-def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
-    placed = _placed(job, mesh)
-    step = TrainStep(placed)
-    step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    return Traced(step.replaced, {}, layer_values(job, placed.model))
 
 
 def _placed(job: Job, mesh: AbstractMesh) -> PlacedModel:
     return place_model(job, mesh, state_dict_weights(job.model.state_dict()))
 
 
+def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
+    placed = _placed(job, mesh)
+    step = TrainStep(placed)
+    step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
+    return step.replaced, {}, layer_values(job, placed.model)
+
+
 def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Traced:
     evaluation = evaluation_step(_placed(job, mesh))
     sums = evaluation.begin()
     evaluation.trace(_batch(job, job.evaluation_rows), sums)
-    return Traced({"sums": sums}, {})
+    return {"sums": sums}, {}, ()
 
 
-def _trace_loading(job: Job, mesh: AbstractMesh) -> Traced:
-    stacks, where = _place_stacks(job, mesh)
-    specs = _layer_specs(job)
+def _trace_layer(job: Job, mesh: AbstractMesh, *, reads: bool) -> Traced:
+    """Reads or writes a layer of the stacks of :func:`_largest_batch`."""
+    specs = job.stored.specs
+    stacks = {e.name: mesh.place(e.name, e.shape, e.dtype, specs[e.name]) for e in _largest_batch(job)}
+    number = mesh.place("layer", (1,), torch.int64, (None,))
+    layouts = {f"a layer of {name}": specs[name][1:] for name in stacks}
+    if reads:
+        rows = read_layer(stacks, number, job.stored, mesh)
+        return {f"a layer of {name}": row for name, row in rows.items()}, layouts, ()
     rows = {
-        name: mesh.place(_a_layer_of(name), stack.shape[1:], stack.dtype, specs[_a_layer_of(name)])
-        for name, stack in stacks.items()
+        name: mesh.place(row, stack.shape[1:], stack.dtype, layouts[row])
+        for (name, stack), row in zip(stacks.items(), layouts, strict=True)
     }
-    write_layer(stacks, rows, where, job.stored, mesh)
-    return Traced(stacks, {})
-
-
-def _trace_reading(job: Job, mesh: AbstractMesh) -> Traced:
-    stacks, where = _place_stacks(job, mesh)
-    rows = read_layer(stacks, where, job.stored, mesh)
-    return Traced({_a_layer_of(name): row for name, row in rows.items()}, _layer_specs(job))
+    write_layer(stacks, rows, number, job.stored, mesh)
+    return stacks, {}, ()
 
 
 def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
     step, batch = ReferenceStep(_placed(job, mesh)), _batch(job, job.evaluation_rows)
     del batch[step.column]
     values = step.trace(batch)
-    return Traced({"logps": values}, {"logps": batch_spec(values.dim(), job.recipe.batch)})
+    return {"logps": values}, {"logps": batch_spec(values.dim(), job.recipe.batch)}, ()
 
 
-def _trace_prompts(job: Job, mesh: AbstractMesh) -> Traced:
-    decoder, results = _begin_to_generate(job, mesh)
-    return Traced(results, _specs(decoder, results))
-
-
-def _trace_next_token(job: Job, mesh: AbstractMesh) -> Traced:
-    decoder, results = _begin_to_generate(job, mesh)
-    if isinstance(decoder, CachedDecoder):
-        decoder.as_if_run()
-        results = decoder.next(torch.empty(decoder.shape.rows, device="meta"))
-    return Traced(results, _specs(decoder, results))
-
-
-def _begin_to_generate(job: Job, mesh: AbstractMesh) -> tuple[Decoder, Tensors]:
-    """The decoder of the run's prompts, having traced their graph, and that graph's results."""
+def _trace_generation(job: Job, mesh: AbstractMesh, *, next_token: bool) -> Traced:
+    """The graph of the run's prompts, or that of a further token."""
     shape = expected_shape(job)
     decoder = build_generator(_placed(job, mesh), shape, sampling_of(job.args)).decoder
-    return decoder, decoder.begin([[0]] * shape.rows, torch.empty(shape.rows, device="meta"))
+    results = decoder.begin([[0]] * shape.rows, torch.empty(shape.rows, device="meta"))
+    if next_token and isinstance(decoder, CachedDecoder):
+        decoder.as_if_run()
+        results = decoder.next(torch.empty(decoder.shape.rows, device="meta"))
+    return results, {name: decoder.spec_of(tensor) for name, tensor in results.items()}, ()
 
 
-def _specs(decoder: Decoder, results: Tensors) -> dict[str, PartitionSpec]:
-    return {name: decoder.spec_of(tensor) for name, tensor in results.items()}
-
-
-_TRACED = {
+_TRACED: dict[str, Callable[[Job, AbstractMesh], Traced]] = {
     TRAIN_STEP: _trace_train_step,
     EVALUATION: _trace_evaluation,
-    LOADING: _trace_loading,
-    READING: _trace_reading,
+    LOADING: functools.partial(_trace_layer, reads=False),
+    READING: functools.partial(_trace_layer, reads=True),
     REFERENCE_PASS: _trace_reference,
-    PROMPTS: _trace_prompts,
-    NEXT_TOKEN: _trace_next_token,
+    PROMPTS: functools.partial(_trace_generation, next_token=False),
+    NEXT_TOKEN: functools.partial(_trace_generation, next_token=True),
 }
 
 
 def _largest_batch(job: Job) -> list[ParameterPlan]:
     """The batch of stacks, loaded together, with the largest parameter; empty if layers are not stacked."""
     return next(iter(layer_batches([entry for entry in job.stored.parameters if is_stacked(entry.name)])), [])
-
-
-def _place_stacks(job: Job, mesh: AbstractMesh) -> tuple[Tensors, torch.Tensor]:
-    """The stacks of :func:`_largest_batch`, and the number of a layer."""
-    specs = job.stored.specs
-    stacks = {e.name: mesh.place(e.name, e.shape, e.dtype, specs[e.name]) for e in _largest_batch(job)}
-    return stacks, mesh.place("layer", (1,), torch.int64, (None,))
-
-
-def _a_layer_of(name: str) -> str:
-    return f"a layer of {name}"
-
-
-def _layer_specs(job: Job) -> dict[str, PartitionSpec]:
-    return {_a_layer_of(entry.name): job.stored.specs[entry.name][1:] for entry in _largest_batch(job)}
 
 
 def _batch(job: Job, rows: int) -> Tensors:
@@ -236,11 +190,6 @@ def _batch(job: Job, rows: int) -> Tensors:
     return batch | {name: torch.empty((rows, *shape), device="meta") for name, shape in columns.items()}
 
 
-def _layers(job: Job) -> int:
-    lists = [module for module in job.assembled.modules() if isinstance(module, DecoderLayers)]
-    return max((run.count for layers in lists for run in layers.runs), default=1)
-
-
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     """``spec`` on ``mesh`` in HLO's notation."""
     axes = [axis for axis, size in mesh.items() if size > 1]
@@ -249,16 +198,13 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     if not sharded:
         return "{replicated}"
     rest = [axis for axis in axes if axis not in sharded]
-    tiles = [math.prod(mesh[axis] for axis in group) for group in groups]
-    copies = math.prod(mesh[axis] for axis in rest)
-    if copies > 1:
-        tiles.append(copies)
+    tiles = [math.prod(mesh[axis] for axis in group) for group in [*groups, *([rest] if rest else [])]]
     order = f"[{math.prod(mesh[axis] for axis in axes)}]"
     # Transposed only where the order differs: MLIR silently makes {replicated} of a result's `<=[8]T(0)`.
     if [*sharded, *rest] != axes:
         transposed = ",".join(str(axes.index(axis)) for axis in [*sharded, *rest])
         order = f"[{','.join(str(mesh[axis]) for axis in axes)}]T({transposed})"
-    return f"{{devices=[{','.join(map(str, tiles))}]<={order}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
+    return f"{{devices=[{','.join(map(str, tiles))}]<={order}{' last_tile_dim_replicate' if rest else ''}}}"
 
 
 def _kind(name: str, job: Job) -> str:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.report.html import html_bars, html_page, html_table
+from shardwright.report.html import render
 from shardwright.report.lines import say
 
 PLACES = 5  # named on the terminal for each finding
 BAR = 30  # characters of the longest bar
-_STYLE = """
-.sample { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem;
-  font: .85rem/1.5 ui-monospace, monospace; max-height: 24rem; overflow-y: auto; }
-.sample mark { background: color-mix(in srgb, var(--good) 25%, transparent); color: inherit; }
-"""
 
 
 @dataclass(frozen=True)
@@ -35,23 +29,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class AuditView:
-    """The content of an audit's report.
-
-    Args:
-        facts: (name, value).
-        header, sources: a table, one line a source.
-        lengths: (range of tokens, samples).
-        findings: the gravest first.
-        samples: (where, pieces of its text: (text, whether the loss is on it)).
-    """
+    """The content of an audit's report."""
 
     title: str
-    facts: Sequence[tuple[str, str]]
-    header: Sequence[str]
+    facts: Sequence[tuple[str, str]]  # (name, value)
+    header: Sequence[str]  # of the table of sources
     sources: Sequence[Sequence[str]]
-    lengths: Sequence[tuple[str, int]]
-    findings: Sequence[Finding]
-    samples: Sequence[tuple[str, Sequence[tuple[str, bool]]]]
+    lengths: Sequence[tuple[str, int]]  # (range of tokens, samples)
+    findings: Sequence[Finding]  # the gravest first
+    samples: Sequence[tuple[str, Sequence[tuple[str, bool]]]]  # (where, [(text, whether the loss is on it)])
+
+    @property
+    def wrong(self) -> bool:
+        return any(finding.wrong for finding in self.findings)
 
     @property
     def verdict(self) -> str:
@@ -86,38 +76,9 @@ def print_audit(console: Console, view: AuditView) -> None:
             say(console, f"  {where}{': ' if found else ''}{found}")
         if finding.count > PLACES:
             say(console, f"  and {finding.count - PLACES:,} more")
-    wrong = any(finding.wrong for finding in view.findings)
-    console.print(Text(f"\n{view.verdict}", style="bold red" if wrong else "bold green"))
+    console.print(Text(f"\n{view.verdict}", style="bold red" if view.wrong else "bold green"))
 
 
 def audit_page(view: AuditView) -> str:
-    wrong = any(finding.wrong for finding in view.findings)
-    body = [
-        f"<h1>{escape(view.title)}</h1>",
-        f'<p class="verdict {"bad" if wrong else "good"}">{escape(view.verdict)}</p>',
-        html_table(("", ""), view.facts),
-        "<h2>Sources</h2>",
-        html_table(view.header, view.sources),
-        "<h2>Tokens of a sample</h2>",
-        html_bars([(name, count, f"{count:,}") for name, count in view.lengths]),
-        "<h2>Findings</h2>",
-        *(_findings(view) if view.findings else ["<p>None.</p>"]),
-        "<h2>Samples</h2><p>The loss is on what is <mark>marked</mark>.</p>" if view.samples else "",
-        *(_sample(where, pieces) for where, pieces in view.samples),
-    ]
-    return html_page(view.title, body, style=_STYLE + "mark { background: #1a7f4b40; color: inherit; }")
-
-
-def _findings(view: AuditView) -> Iterator[str]:
-    for finding in view.findings:
-        kind = "bad" if finding.wrong else "flag"
-        words = escape(f"{finding.name}: {finding.count:,}")
-        yield (
-            f'<details{" open" if finding.wrong else ""}><summary class="{kind}">{words}</summary>'
-            f"<p>{escape(finding.meaning)}</p>{html_table(('where', 'found'), finding.places)}</details>"
-        )
-
-
-def _sample(where: str, pieces: Sequence[tuple[str, bool]]) -> str:
-    inner = "".join(f"<mark>{escape(text)}</mark>" if scored else escape(text) for text, scored in pieces)
-    return f'<h3>{escape(where)}</h3><div class="sample">{inner}</div>'
+    lengths = [(name, count, f"{count:,}") for name, count in view.lengths]
+    return render("audit.html.j2", view=view, title=view.title, lengths=lengths)

@@ -6,31 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 T = TypeVar("T")
 
 
-def step_bar(console: Console) -> Progress:
+def step_bar(console: Console) -> progress.Progress:
     """A bar of steps, the task's text ``numbers``, and the time gone and left; its owner starts it."""
-    return Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+    return progress.Progress(
+        progress.TextColumn("step"),
+        progress.MofNCompleteColumn(),
+        progress.BarColumn(bar_width=None),
+        progress.TextColumn("{task.fields[numbers]}", markup=False),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
         expand=True,
@@ -38,22 +29,22 @@ def step_bar(console: Console) -> Progress:
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield from progress.track(items, total=total, description=what)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield from bar.track(items, total=total, description=what)
 
 
 @contextmanager
 def byte_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how many of ``total`` bytes are done, and bytes/s. Yields a function that adds to the count."""
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    with progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

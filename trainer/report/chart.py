@@ -6,90 +6,37 @@ points are real ones, and a spike is never lost.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
 from typing import Any
 
-from shardwright.report.html import COLORS
+from markupsafe import Markup
+
+from shardwright.report.html import PARTS, render
 
 Point = tuple[float, float]  # (step, value)
-Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # the drawing and its margins
-_FEW = COLORS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
+_FEW = PARTS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
 _POINTS = 6_000  # of all lines of a chart together
-
-STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 1.5rem; }
-figure.chart { margin: 1rem 0; position: relative; }
-figure.chart figcaption { font-weight: 600; }
-figure.chart svg { width: 100%; height: auto; display: block; touch-action: pan-y; }
-.chart text { fill: var(--ink); font-size: 11px; }
-.chart .title { font-weight: 600; font-size: 13px; }
-.chart .grid { stroke: var(--line); stroke-width: 1; }
-.chart polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-.chart .many { stroke-width: 1; opacity: .45; }
-.chart .cross { stroke: var(--ink); stroke-width: 1; opacity: .5; visibility: hidden; }
-figure.chart output { position: absolute; top: 1.6rem; pointer-events: none; visibility: hidden; white-space: pre;
-  background: var(--paper); border: 1px solid var(--line); padding: .2rem .5rem; font-size: .8rem;
-  font-variant-numeric: tabular-nums; }
-"""
-
-# one script for all charts; each has the frame of its plot and its lines in `data-chart`
-SCRIPT = """
-const shown = v => Math.abs(v) >= 1e5 ? Math.round(v).toLocaleString("en-US") : String(Number(v.toPrecision(6)));
-for (const figure of document.querySelectorAll("figure.chart")) {
-  const {x0, x1, y0, y1, plot: [left, top, right, bottom], many, lines} = JSON.parse(figure.dataset.chart);
-  const svg = figure.querySelector("svg"), cross = figure.querySelector(".cross");
-  const box = figure.querySelector("output");
-  const hide = () => { cross.style.visibility = box.style.visibility = "hidden"; };
-  const show = event => {
-    const frame = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / frame.width;
-    const atX = (event.clientX - frame.left) * scale, atY = (event.clientY - frame.top) * scale;
-    const step = x0 + (atX - left) / (right - left) * (x1 - x0);
-    const nearest = points => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
-    let found = lines.map(([name, points]) => [name, ...nearest(points)]);
-    const height = v => bottom - (v - y0) / (y1 - y0) * (bottom - top);
-    if (many) found = [found.reduce((a, b) => Math.abs(height(b[2]) - atY) < Math.abs(height(a[2]) - atY) ? b : a)];
-    const here = found.reduce((a, b) => Math.abs(b[1] - step) < Math.abs(a[1] - step) ? b : a)[1];
-    const x = left + (here - x0) / (x1 - x0) * (right - left);
-    box.value = [`step ${shown(here)}`, ...found.map(([name, at, v]) =>
-      `${name}: ${shown(v)}` + (at === here ? "" : ` (step ${shown(at)})`))].join("\\n");
-    cross.setAttribute("x1", x); cross.setAttribute("x2", x);
-    const offset = x / scale;
-    box.style.left = offset < frame.width / 2 ? `${offset + 8}px` : "auto";
-    box.style.right = offset < frame.width / 2 ? "auto" : `${frame.width - offset + 8}px`;
-    cross.style.visibility = box.style.visibility = "visible";
-  };
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerdown", show);
-  svg.addEventListener("pointerleave", hide);
-}
-"""
 
 
 def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
-    """A chart of lines over steps whose values a pointer shows; empty if no line has a finite value.
+    """A chart of ``lines``, name → (step, value) by ascending step; empty if none has a finite value.
 
-    Args:
-        title: the quantity and its unit.
-        lines: name → (step, value), by ascending step.
-        floor: a value that the vertical axis reaches down to.
+    A pointer shows their values. The vertical axis reaches down to ``floor``.
     """
     if not (drawn := _thin_lines(lines)):
         return ""
-    frame, parts = _plot(drawn, floor)
+    frame, drawing = _plot(drawn, floor)
     data = {**frame, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
-    _, top, _, bottom = frame["plot"]
-    parts += f'<line class="cross" y1="{top}" y2="{bottom}"/>'
-    svg = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {HEIGHT}">{parts}</svg>'
-    return (
-        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
-        f"<figcaption>{escape(title)}</figcaption>{svg}<output></output>{_legend(list(drawn))}</figure>"
-    )
+    text = json.dumps(data, separators=(",", ":"))
+    values = {**data, "data": text, "title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup(drawing)}
+    return render("chart.html.j2", **values)
 
 
 def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
@@ -113,19 +60,34 @@ def _thin_lines(lines: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
 
 def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[dict[str, Any], str]:
     """The ends of both axes and the plot's edges, by name; and the drawing as SVG."""
-    steps = [step for points in drawn.values() for step, _ in points]
-    values = [value for points in drawn.values() for _, value in points]
+    steps, values = zip(*itertools.chain(*drawn.values()), strict=True)
     x0, x1 = min(steps), max(max(steps), min(steps) + 1)
     ticks = round_ticks(min(values) if floor is None else min(floor, *values), max(values))
     y0, y1 = ticks[0], ticks[-1]
-    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    left, top, right, bottom = plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
 
-    def place(step: float, value: float) -> tuple[float, float]:
-        x = plot[0] + (step - x0) / (x1 - x0) * (plot[2] - plot[0])
-        return x, plot[3] - (value - y0) / (y1 - y0) * (plot[3] - plot[1])
+    def x(step: float) -> float:
+        return left + (step - x0) / (x1 - x0) * (right - left)
 
-    frame = {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot}
-    return frame, "".join([_grid(place, (x0, x1), ticks), *_lines(place, drawn)])
+    def y(value: float) -> float:
+        return bottom - (value - y0) / (y1 - y0) * (bottom - top)
+
+    parts = []
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+    for tick in round_ticks(x0, x1):
+        if x0 <= tick <= x1:
+            parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
+    many = len(drawn) > _FEW
+    for number, points in enumerate(drawn.values()):
+        color = "c0" if many else f"c{number}"
+        places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in points]
+        if len(places) < 40 and not many:  # few enough to see each
+            parts += [f'<circle class="{color}" cx="{across}" cy="{down}" r="2.5"/>' for across, down in places]
+        text = " ".join(map(",".join, places))
+        parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')
+    return {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot}, "".join(parts)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -134,11 +96,11 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
         return list(points)
     first, last = points[0][0], points[-1][0]
     stretches = max(most // 2 - 2, 1)
-    inner = groupby(points[1:-1], lambda p: int((p[0] - first) / max(last - first, 1) * stretches))
-    kept: list[Point] = [points[0]]
-    for _, some in inner:
+    kept = [points[0]]
+    value = operator.itemgetter(1)
+    for _, some in itertools.groupby(points[1:-1], lambda p: int((p[0] - first) / max(last - first, 1) * stretches)):
         stretch = list(some)
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+        kept += sorted({min(stretch, key=value), max(stretch, key=value)})
     return [*kept, points[-1]]
 
 
@@ -149,39 +111,6 @@ def round_ticks(low: float, high: float) -> list[float]:
     step = unit * next(factor for factor in (1, 2, 5, 10) if span / 4 <= factor * unit)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(first, max(last, first + 1) + 1)]
-
-
-def _grid(place: Place, ends: tuple[float, float], ticks: Sequence[float]) -> str:
-    parts = []
-    for tick in ticks:
-        _, y = place(ends[0], tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
-    for tick in round_ticks(*ends):
-        if ends[0] <= tick <= ends[1]:
-            x, _ = place(tick, ticks[0])
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
-    return "".join(parts)
-
-
-def _lines(place: Place, drawn: Mapping[str, Sequence[Point]]) -> list[str]:
-    many = len(drawn) > _FEW
-    parts = []
-    for number, points in enumerate(drawn.values()):
-        color = "c0" if many else f"c{number}"
-        places = [place(*point) for point in points]
-        if len(places) < 40 and not many:  # few enough to see each
-            parts += [f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
-        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')
-    return parts
-
-
-def _legend(names: Sequence[str]) -> str:
-    if len(names) > _FEW:
-        return f'<p class="legend">{len(names)} lines; the pointer finds the nearest</p>'
-    marks = (f'<span><i class="k{number}"></i>{escape(name)}</span>' for number, name in enumerate(names))
-    return f'<p class="legend">{"".join(marks)}</p>' if len(names) > 1 else ""
 
 
 def _number(value: float) -> str:

@@ -14,17 +14,11 @@ BUSIEST, ENTROPY, DROPPED = "expert_load_max", "expert_load_entropy", "dropped_f
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of one layer's experts over some steps.
+    """The load of one layer's experts over some steps."""
 
-    Args:
-        name: the experts module's.
-        shares: each expert's share of the (token, choice) pairs, without padding; they add up to 1.
-        dropped: the share of pairs without room at their expert; None: it has no capacity limit.
-    """
-
-    name: str
-    shares: tuple[float, ...]
-    dropped: float | None = None
+    name: str  # of the experts module
+    shares: tuple[float, ...]  # of each expert in the (token, choice) pairs, without padding; they add up to 1
+    dropped: float | None = None  # share of pairs without room at their expert; None: it has no capacity limit
 
     @property
     def over_mean(self) -> list[float]:

@@ -29,9 +29,7 @@ WHAT = {
 class Clock:
     """Charges every second of a life to the current ``activity``, first ``start``; compiling always to ``compile``.
 
-    Args:
-        compiled: the seconds that this process has spent compiling so far, in any activity.
-        now: seconds since any fixed moment.
+    ``compiled`` gives the seconds that this process has spent compiling so far, in any activity.
     """
 
     def __init__(self, compiled: Callable[[], float], now: Callable[[], float] = time.perf_counter) -> None:
@@ -62,29 +60,21 @@ class Clock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Activity → seconds until now."""
         self.turn_to(self.activity)
         return dict(self._charged)
 
 
 @dataclass
 class Life:
-    """One process of a run, from the moment it had the output folder.
+    """One process of a run, from the moment it had the output folder."""
 
-    Args:
-        began, ended: Unix time; a killed life ``ended`` when it was last written.
-        first: the step that it resumed from.
-        last: the last step that it did.
-        seconds: activity → seconds.
-        after: the failure of the life before, if the run restarted itself (``--max_restarts``); empty: somebody started
-            this life, and the time before it is not counted.
-    """
-
-    began: float
-    ended: float
-    first: int
-    last: int
-    seconds: dict[str, float] = field(default_factory=dict)
+    began: float  # Unix time
+    ended: float  # a killed life ended when it was last written
+    first: int  # step that it resumed from
+    last: int  # step that it did
+    seconds: dict[str, float] = field(default_factory=dict)  # by activity
+    # the failure of the life before, if the run restarted itself (--max_restarts); empty: somebody started this life,
+    # and the time before it is not counted
     after: str = ""
 
 
@@ -130,16 +120,13 @@ def read_lives(data: bytes) -> list[Life]:
     """The lives that :func:`lives_as_json` wrote; raises ValueError for other data."""
     try:
         lives = [Life(**entry) for entry in json.loads(data)]
-        return [_checked(life) for life in lives]
+        for life in lives:
+            seconds = [life.seconds.get(name, 0.0) for name in ACTIVITIES]
+            numbers: list[Any] = [life.first, life.last, life.began, life.ended, *seconds]
+            steps_are_whole = type(life.first) is type(life.last) is int
+            in_range = all(type(n) in (int, float) and math.isfinite(n) and 0 <= n < 1 << 53 for n in numbers)
+            if not (steps_are_whole and in_range and type(life.after) is str):
+                raise ValueError(f"{life!r:.200}")
     except (TypeError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-
-
-def _checked(life: Life) -> Life:
-    steps: list[Any] = [life.first, life.last]
-    numbers: list[Any] = [life.began, life.ended, *(life.seconds.get(name, 0.0) for name in ACTIVITIES)]
-    whole = all(type(step) is int and 0 <= step < 1 << 53 for step in steps)
-    whole = whole and type(life.after) is str
-    if not whole or not all(type(n) in (int, float) and math.isfinite(n) and 0 <= n < 1 << 53 for n in numbers):
-        raise ValueError(f"{life!r:.200}")
-    return life
+    return lives

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, Point, svg_chart
+from markupsafe import Markup
+
+from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, svg_chart
 from shardwright.report.expert_load import BUSIEST, ExpertLoad, labelled
-from shardwright.report.html import LIGHT, PART_STYLE
+from shardwright.report.html import THEME, render
 
 LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
 _SHADES = 16  # of a map
@@ -70,12 +72,7 @@ def _map(loads: Mapping[str, ExpertLoad]) -> str:
 
 def svg_file(panels: Sequence[str]) -> bytes:
     """An SVG file of panels of a chart's size, one below the other."""
-    shown = [panel for panel in panels if panel]
-    each = HEIGHT + 50
-    body = "".join(f'<g transform="translate(0 {n * each + 45})">{panel}</g>' for n, panel in enumerate(shown))
-    size = f'viewBox="0 0 {WIDTH} {max(len(shown), 1) * each}" width="{1.5 * WIDTH:.0f}"'
-    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size}><style>{PART_STYLE}{STYLE}</style>'
+    shown = [Markup(panel) for panel in panels if panel]
+    text = render("picture.svg.j2", panels=shown, width=WIDTH, height=HEIGHT + 50)
     # picture viewers don't know CSS variables
-    plain = re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], f"{head}{paper}{body}</svg>\n")
-    return plain.encode()
+    return re.sub(r"var\(--(\w+)\)", lambda name: THEME[name[1]][0], text).encode()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from shardwright.report.chart import SCRIPT, STYLE, html_chart
+from shardwright.report.chart import html_chart
 from shardwright.report.expert_load import BUSIEST, DROPPED, ENTROPY, ExpertLoad, labelled
 from shardwright.report.goodput import WHAT, Life, goodput, where_time_went
-from shardwright.report.html import html_bars, html_memory_bar, html_page, html_table
+from shardwright.report.html import render
 from shardwright.report.pictures import BUSIEST_TITLE, LOSS, heldout_keys, loss_lines, points_of
 from shardwright.report.units import size
 
@@ -37,79 +37,57 @@ _LAYER_CHARTS: tuple[tuple[str, str, float | None], ...] = (
 
 @dataclass(frozen=True)
 class RunView:
-    """The content of a run's page.
-
-    Args:
-        step, max_steps: steps done, and in all.
-        log: the run's log lines, each with its ``step``.
-        unigram: the loss of a unigram model on the same held-out tokens; None: not known yet.
-        loads: the experts' loads between the last two log lines.
-        lives: the run's processes, this one last.
-        facts: (name, value).
-        held: (name, bytes) that each device holds from the first step to the last.
-        hbm: usable bytes of a device; None: not known.
-        plan: header and rows of the plan's table.
-        links: (file of the output folder, description).
-        samples: ``step``, ``prompt`` and ``answer`` of each answer, in order.
-        values: header and rows of the values kept for the backward, or computed again.
-    """
+    """The content of a run's page."""
 
     title: str
     step: int
     max_steps: int
     running: bool
-    log: Sequence[Mapping[str, Any]]
-    unigram: float | None
-    loads: Sequence[ExpertLoad]
-    lives: Sequence[Life]
-    facts: Sequence[tuple[str, str]]
-    held: Sequence[tuple[str, int]]
-    hbm: int | None
-    plan: tuple[Sequence[str], Sequence[Sequence[str]]]
-    links: Sequence[tuple[str, str]]
-    samples: Sequence[Mapping[str, Any]] = ()
-    values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())
+    log: Sequence[Mapping[str, Any]]  # lines, each with its `step`
+    unigram: float | None  # loss of a unigram model on the same held-out tokens; None: not known yet
+    loads: Sequence[ExpertLoad]  # between the last two log lines
+    lives: Sequence[Life]  # this one last
+    facts: Sequence[tuple[str, str]]  # (name, value)
+    held: Sequence[tuple[str, int]]  # (name, bytes) that each device holds from the first step to the last
+    hbm: int | None  # usable bytes of a device; None: not known
+    plan: tuple[Sequence[str], Sequence[Sequence[str]]]  # header and rows
+    links: Sequence[tuple[str, str]]  # (file of the output folder, description)
+    samples: Sequence[Mapping[str, Any]] = ()  # `step`, `prompt` and `answer` of each answer, in order
+    values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())  # as of `auto_remat`: header and rows
 
 
 def run_page(view: RunView) -> str:
     """The run's HTML page, which a browser reloads each minute while the run goes on."""
-    body = [
-        f"<h1>{escape(view.title)}</h1>",
-        f'<p class="verdict">{escape(_verdict(view))}</p>',
-        f"<p>{escape(_as_of(view))}</p>",
-        html_table(("", ""), [*_latest(view), *view.facts]),
-        f'<h2>Curves</h2><div class="charts">{"".join(_charts(view))}</div>',
-        *_samples(view),
-        *_experts(view),
-        "<h2>Where the time went</h2>",
-        *_time(view.lives),
-        "<h2>What a device holds</h2>",
-        _held(view),
-        *([html_table(*view.values)] if view.values[1] else []),
-        "<h2>Plan</h2>",
-        f"<details><summary>{len(view.plan[1])} lines</summary>{html_table(*view.plan)}</details>",
-        "<h2>Files</h2>",
-        "<ul>",
-        *(f'<li><a href="{escape(name)}">{escape(name)}</a>: {escape(what)}</li>' for name, what in view.links),
-        "</ul>",
-    ]
-    reload = RELOAD_SECONDS if view.running else None
-    return html_page(view.title, body, style=STYLE, script=SCRIPT, reload_seconds=reload)
-
-
-def _verdict(view: RunView) -> str:
+    spent = where_time_went(view.lives)
     done = f"Step {view.step:,} of {view.max_steps:,}"
-    if view.running:
-        return done
-    return f"{done}: finished" if view.step >= view.max_steps else f"{done}: stopped"
+    if not view.running:
+        done += ": finished" if view.step >= view.max_steps else ": stopped"
+    return render(
+        "run.html.j2",
+        view=view,
+        title=view.title,
+        reload_seconds=RELOAD_SECONDS,
+        verdict=done,
+        as_of=_as_of(view.lives),
+        facts=[*_latest(view), *view.facts],
+        charts=[*_charts(view)],
+        layer_charts=[*_layer_charts(view.log)],
+        loads=_loads(view.loads),
+        answers=_answers(view.samples),
+        spent=[(WHAT[key], value, f"{value:,.1f} s") for key, value in spent.items() if value],
+        goodput=goodput(spent),
+        whole=_duration(sum(spent.values())),
+        lives=_lives(view.lives),
+        held=[(what, count, size(count)) for what, count in view.held],
+    )
 
 
-def _as_of(view: RunView) -> str:
-    lives = len(view.lives)
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.lives[-1].ended))
-    restarts = sum(bool(life.after) for life in view.lives)
+def _as_of(lives: Sequence[Life]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lives[-1].ended))
+    restarts = sum(bool(life.after) for life in lives)
     own = f" ({restarts} of them begun by the run itself)" if restarts else ""
-    return f"As of {when}. {'One process' if lives == 1 else f'{lives} processes, one after another{own}'} so far."
+    processes = "One process" if len(lives) == 1 else f"{len(lives)} processes, one after another{own}"
+    return f"As of {when}. {processes} so far."
 
 
 def _latest(view: RunView) -> Iterator[tuple[str, str]]:
@@ -138,69 +116,38 @@ def _charts(view: RunView) -> Iterator[str]:
         yield html_chart(title, {name: points_of(view.log, key) for key, name in keys.items()}, floor)
 
 
-def _experts(view: RunView) -> Iterator[str]:
-    labels = sorted({key for line in view.log for key in line if key.startswith(f"{BUSIEST}/")}, key=_by_number)
-    if not labels:
+def _layer_charts(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A chart of each of `_LAYER_CHARTS`, if any layer has experts."""
+    layers = {key.partition("/")[2] for line in log for key in line if key.startswith(f"{BUSIEST}/")}
+    if not layers:
         return
-    yield '<h2>Experts</h2><div class="charts">'
+    names = sorted(layers, key=lambda name: (int("".join(filter(str.isdigit, name)) or 0), name))
     for title, kind, floor in _LAYER_CHARTS:
-        names = [label.partition("/")[2] for label in labels]
-        yield html_chart(title, {name: points_of(view.log, f"{kind}/{name}") for name in names}, floor)
-    yield "</div>"
-    rows = [
-        (
-            label,
-            f"{max(load.over_mean):.2f}",
-            f"{load.entropy:.4f}",
-            "no limit" if load.dropped is None else f"{load.dropped:.2%}",
-        )
-        for label, load in labelled(view.loads).items()
-    ]
-    if rows:
-        yield html_table(("layer", "busiest over the mean", "entropy", "dropped"), rows)
+        yield html_chart(title, {name: points_of(log, f"{kind}/{name}") for name in names}, floor)
 
 
-def _samples(view: RunView) -> Iterator[str]:
-    answers: dict[str, list[tuple[str, str]]] = {}
-    for entry in view.samples:
-        answers.setdefault(entry["prompt"], []).append((f"{entry['step']:,}", entry["answer"]))
-    if answers:
-        yield '<h2 id="samples">Answers</h2>'
-    for prompt, found in answers.items():
-        rows = found if len(found) <= _ANSWERS else [found[0], *found[1 - _ANSWERS :]]
-        yield f'<pre class="prompt">{escape(prompt)}</pre>{html_table(("step", "answer"), rows, numbers=1)}'
+def _loads(loads: Sequence[ExpertLoad]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for label, load in labelled(loads).items():
+        dropped = "no limit" if load.dropped is None else f"{load.dropped:.2%}"
+        rows.append((label, f"{max(load.over_mean):.2f}", f"{load.entropy:.4f}", dropped))
+    return rows
 
 
-def _by_number(label: str) -> tuple[int, str]:
-    digits = "".join(filter(str.isdigit, label))
-    return int(digits or 0), label
+def _answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
+    """Prompt → (step, answer) of its first answer and the last ones."""
+    answers = defaultdict(list)
+    for entry in samples:
+        answers[entry["prompt"]].append((f"{entry['step']:,}", entry["answer"]))
+    return {prompt: [*found[:1], *found[1:][1 - _ANSWERS :]] for prompt, found in answers.items()}
 
 
-def _time(lives: Sequence[Life]) -> Iterator[str]:
-    spent = where_time_went(lives)
-    share, whole = goodput(spent), sum(spent.values())
-    if share is not None:
-        yield f'<p id="goodput">Goodput {share:.1%}: the share of {_duration(whole)} that went to steps that count.</p>'
-    yield html_bars([(WHAT[key], value, f"{value:,.1f} s") for key, value in spent.items() if value])
-    if len(lives) > 1:
-        rows = [
-            (
-                time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(life.began)),
-                _duration(life.ended - life.began),
-                f"{life.first:,}",
-                f"{life.last:,}",
-                life.after,
-            )
-            for life in lives
-        ]
-        header = ("process began (UTC)", "lived", "from step", "to step", "begun by the run itself, after")
-        yield html_table(header, rows)
-
-
-def _held(view: RunView) -> str:
-    if view.hbm is not None:
-        return html_memory_bar(view.held, view.hbm)
-    return html_bars([(what, count, size(count)) for what, count in view.held])
+def _lives(lives: Sequence[Life]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for life in lives:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(life.began))
+        rows.append((began, _duration(life.ended - life.began), f"{life.first:,}", f"{life.last:,}", life.after))
+    return rows
 
 
 def _duration(seconds: float) -> str:

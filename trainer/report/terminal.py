@@ -91,8 +91,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
-        text = log_line(logs)
-        if text:
+        if text := log_line(logs):
             say(self.console, f"step {state.global_step:>6}  {text}")
         if self.progress is not None and "loss" in logs:
             numbers = f"loss {logs['loss']:.3f}  {logs['tokens_per_second']:,.0f} tokens/s"
@@ -111,9 +110,8 @@ def closing_table(
 ) -> Table:
     """The results of a finished run, in two columns.
 
-    Args:
-        losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token. If the last
-            is None, they are no losses of tokens.
+    ``losses`` are the held-out loss before and after (None: not measured), and the unigram model's; nats a token. If
+    the last is None, they are no losses of tokens.
     """
     before, after, unigram = losses
     # the first rate includes the compile

@@ -22,16 +22,13 @@ def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
 def place_batch(
     batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Moves a batch of tensors of mixed rank to the devices, laid out by :func:`batch_spec`.
-
-    Of several processes each passes its own rows alone (:func:`batch_share`).
-    """
+    """Moves a batch of mixed rank to the devices, laid out by :func:`batch_spec`; each process passes its own rows."""
     index, count = batch_share(mesh, batch_axes)
-    return {
-        name: place(name, t if count == 1 or not t.dim() else HostRows(name, t, index, count), mesh, spec)
-        for name, t in batch.items()
-        for spec in [batch_spec(t.dim(), batch_axes)]
-    }
+    placed = {}
+    for name, held in batch.items():
+        values = held if count == 1 or not held.dim() else HostRows(name, held, index, count)
+        placed[name] = place(name, values, mesh, batch_spec(held.dim(), batch_axes))
+    return placed
 
 
 def own_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -41,11 +38,7 @@ def own_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Se
 
 
 class HostRows:
-    """The :class:`shardwright.files.arrays.Array` of a batch tensor [rows, ...], of which this process holds one share.
-
-    Raises:
-        UserError: reading rows that another process holds.
-    """
+    """The `shardwright.files.arrays.Array` of a batch tensor [rows, ...], of which this process holds one share."""
 
     def __init__(self, name: str, held: torch.Tensor, index: int, count: int) -> None:
         self.name, self.held, self.first = name, held, index * len(held)
@@ -64,12 +57,9 @@ class HostRows:
 
 
 def batch_share(mesh: DeviceMesh, batch_axes: Sequence[str], devices: Sequence[int] | None = None) -> tuple[int, int]:
-    """(index, count) of the share of a batch's rows that ``devices`` need, out of equal shares.
+    """(index, count) of the share of a batch's rows that ``devices`` (default: this process's) need, of equal shares.
 
     Processes with replicas of the same rows get the same share. Rows that are not exactly one of equal shares: (0, 1).
-
-    Args:
-        devices: ids in the mesh; default: this process's.
     """
     if devices is None:
         if isinstance(mesh, AbstractMesh):  # no process has its devices

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.errors import UserError, did_you_mean
@@ -18,35 +20,21 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip.
-
-    Args:
-        libtpu: libtpu's name of the generation.
-        config: libtpu's chip configuration; megacore makes one device of a chip's two cores. None: its default.
-        flops: bf16 FLOP/s; a multiply-add is two.
-        hbm_bytes: usable by a program: HBM less the system's reserve, from out-of-memory errors of libtpu 0.0.21.
-        hbm_bandwidth: bytes/s.
-        links, link_bandwidth: number of ICI links, and bytes/s each way of each.
-        dcn_bandwidth: bytes/s that a chip can send to other slices.
-        clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs of all MXUs in a cycle.
-        pod: chips along each dimension of the largest slice.
-        host_bandwidth: bytes/s each way between the chip and its host's memory.
-        mxu: rows and columns of a matrix unit.
-    """
+    """Peaks of one chip; bandwidths are bytes/s."""
 
     name: str
-    libtpu: str
-    config: str | None
-    flops: float
-    hbm_bytes: int
+    libtpu: str  # libtpu's name of the generation
+    config: str | None  # libtpu's chip configuration; megacore makes one device of a chip's two cores
+    flops: float  # bf16 FLOP/s; a multiply-add is two
+    hbm_bytes: int  # for a program: HBM less the system's reserve, from out-of-memory errors of libtpu 0.0.21
     hbm_bandwidth: float
-    links: int
-    link_bandwidth: float
-    dcn_bandwidth: float
-    clock: float
-    pod: tuple[int, ...]
-    mxu: int = 128
-    host_bandwidth: float = 16e9
+    links: int  # of ICI
+    link_bandwidth: float  # each way of each
+    dcn_bandwidth: float  # to other slices
+    clock: float  # Hz of the compiler's estimated cycles: `flops` divided by the FLOPs of all MXUs in a cycle
+    pod: tuple[int, ...]  # chips along each dimension of the largest slice
+    mxu: int = 128  # rows and columns of a matrix unit
+    host_bandwidth: float = 16e9  # each way between the chip and its host's memory
 
     def missing_flags(self, given: str) -> dict[str, str]:
         """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets."""
@@ -55,7 +43,6 @@ class Chip:
 
     @property
     def flops_a_byte(self) -> float:
-        """FLOPs that the chip does while a byte crosses between HBM and VMEM."""
         return self.flops / self.hbm_bandwidth
 
     @property
@@ -101,7 +88,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA | _EXCHANGE,
 }
 
-# Dimensions → slices: of 3 (v4, v5p) those smaller than a cube; of 2 (v5e, v6e) all but the pod. Source: pages above.
+# Dimensions → slices: of 3 (v4, v5p) those smaller than a 4×4×4 cube; of 2 all but the pod. Source: pages above.
 _SMALL = {3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), 2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))}
 
 
@@ -115,12 +102,10 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """One slice's name."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def devices(self) -> int:
-        """The chips of all slices."""
         return math.prod(self.shape) * self.slices
 
     @property
@@ -136,36 +121,24 @@ class Topology:
 
     def libtpu(self) -> tuple[str, dict[str, Any]]:
         """The name and options for ``jax.experimental.topologies.get_topology_desc``."""
-        options: dict[str, Any] = {
-            "chips_per_host_bounds": (1, 1, 1) if math.prod(self.shape) == 1 else (2, 2, 1),
-            "num_slices": self.slices,
-            "wrap": self.wrap,
-        }
-        if self.chip.config is not None:
-            options["chip_config_name"] = self.chip.config
-        return f"{self.chip.libtpu}:{'x'.join(map(str, self.shape))}", options
+        host = (1, 1, 1) if math.prod(self.shape) == 1 else (2, 2, 1)
+        config = {"chip_config_name": self.chip.config} if self.chip.config is not None else {}
+        options = {"chips_per_host_bounds": host, "num_slices": self.slices, "wrap": self.wrap, **config}
+        return f"{self.chip.libtpu}:{self.name.partition(':')[2]}", options
 
 
 def topologies(chip: Chip) -> list[Topology]:
-    """The slices of a generation, small ones first.
-
-    For v4 and v5p: those smaller than a cube, and those of whole cubes up to the pod, in ascending dimensions.
-    """
-    shapes: list[tuple[int, ...]] = [*_SMALL[len(chip.pod)]]
+    """The slices of a generation, small ones first; those of whole cubes in ascending dimensions."""
+    large: Iterable[tuple[int, ...]] = [chip.pod]
     if len(chip.pod) == 3:
         cubes = itertools.combinations_with_replacement(range(4, max(chip.pod) + 1, 4), 3)
-        shapes += [c for c in cubes if all(a <= b for a, b in zip(c, chip.pod, strict=True))]
-    else:
-        shapes.append(chip.pod)
-    return [Topology(chip, shape) for shape in sorted(shapes, key=lambda s: (math.prod(s), s))]
+        large = (cube for cube in cubes if all(map(operator.le, cube, chip.pod)))
+    shapes = sorted([*_SMALL[len(chip.pod)], *large], key=lambda shape: (math.prod(shape), shape))
+    return [Topology(chip, shape) for shape in shapes]
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:
-    """The topology of ``slices`` slices called ``name``.
-
-    Raises:
-        UserError: no slice has that name; the message lists the known ones.
-    """
+    """The topology of ``slices`` slices called ``name``; raises UserError, with the known names, if there is none."""
     if slices < 1:
         raise UserError(
             asked=f"{slices} slices of {name}",
@@ -175,7 +148,7 @@ def find_topology(name: str, slices: int = 1) -> Topology:
         )
     known = {t.name: t for chip in CHIPS.values() for t in topologies(chip)}
     if name in known:
-        return Topology(known[name].chip, known[name].shape, slices)
+        return replace(known[name], slices=slices)
     generation = name.partition(":")[0]
     # of another generation, up to 512 chips
     shown = [n for n in known if n.startswith(f"{generation}:")] or [n for n, t in known.items() if t.devices <= 512]

@@ -29,10 +29,7 @@ _SHOWN, _LETTERS = 8, 200  # devices, and characters of jax's message, in a refu
 
 
 def build_mesh(mesh: Mesh) -> DeviceMesh:
-    """The mesh over every device of the runtime, its axes in the recipe's order.
-
-    TPUs are ordered along the links between chips, slices outside (:mod:`shardwright.xla.device_order`), virtual CPU
-    devices by their ids.
+    """The mesh over every device, TPUs ordered by :mod:`shardwright.xla.device_order`, virtual CPU devices by ids.
 
     Raises:
         UserError: the mesh does not fit the devices, or its DCN factors the slices.
@@ -51,7 +48,6 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def _tpu_order(mesh: Mesh) -> list[int]:
-    """The ids of the runtime's TPUs in mesh order."""
     devices = as_reported(xr.global_runtime_device_attributes(), xm.xla_device_kind())
     ici = mesh.ici_sizes(len(devices))
     check_slices(mesh, [device.slice_index for device in devices])
@@ -72,20 +68,17 @@ def _tpu_order(mesh: Mesh) -> list[int]:
 def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
     """Raises UserError unless the DCN factors multiply to the number of slices, and slices are equally large.
 
-    Args:
-        indices: each device's slice.
+    ``indices`` are the devices' slices.
     """
     asked, sizes = math.prod(mesh.dcn.values()), Counter(indices)
     slices = len(sizes)
     if asked != slices:
-        outer = next(iter(mesh.axes))
+        several = f"dcn={{{next(iter(mesh.axes))!r}: {slices}}} on the axis that communicates least"
         raise UserError(
             asked=f"{mesh}: DCN factors for {asked} slices",
             found=f"the devices form {slices} slices",
             why="only devices of one slice are joined by ICI",
-            instead=f"dcn={{{outer!r}: {slices}}} on the axis that communicates least"
-            if slices > 1
-            else "no dcn=, and these factors in the axes' own sizes",
+            instead=several if slices > 1 else "no dcn=, and these factors in the axes' own sizes",
         )
     if len(set(sizes.values())) > 1:
         raise UserError(
@@ -106,12 +99,7 @@ class Placeholder:
 
 
 class AbstractMesh(xs.Mesh):
-    """A mesh of absent devices. Tensors placed on it have a shape and a layout, but no data.
-
-    Args:
-        axes: axis → size, in mesh order; a device's id is its position in the mesh.
-        chip: None: not known.
-    """
+    """A mesh of absent devices, ids by position. Tensors placed on it have a shape and a layout, but no data."""
 
     def __init__(self, axes: Mapping[str, int], chip: Chip | None = None) -> None:
         # without the parent's __init__, which wants the runtime to have as many devices
@@ -121,7 +109,6 @@ class AbstractMesh(xs.Mesh):
         self.placed: list[Placeholder] = []
 
     def place(self, name: str, shape: Sequence[int], dtype: torch.dtype, spec: PartitionSpec) -> torch.Tensor:
-        """A tensor without data, recorded in :attr:`placed`."""
         placeholder = create_placeholder_tensor(tuple(shape), dtype)
         # a clone: writes to this tensor would reach a detached one
         self.placed.append(Placeholder(name, placeholder.clone(), spec))

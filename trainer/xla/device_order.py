@@ -7,6 +7,7 @@ process, takes one slice with an index for several, and misplaces chips whose co
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Device:
-    """A device as the runtime reports it, in the attributes that jax reads.
-
-    Args:
-        id: torch_xla's, from 0.
-        slice_index: -1 where the runtime reports none.
-        device_kind: the runtime's name of the chip, ``TPU v5 lite``.
-    """
+    """A device in the attributes that jax reads; ``slice_index`` is -1 where the runtime reports none."""
 
     id: int
     coords: tuple[int, ...]
@@ -38,26 +33,17 @@ class Device:
 
 
 def as_reported(attributes: Sequence[Mapping[str, Any]], kind: str) -> list[Device]:
-    """The devices in torch_xla's `global_runtime_device_attributes`, by id."""
-    devices = [
-        Device(
-            id=int(each["name"].rpartition(":")[2]),
-            coords=tuple(each.get("coords", ())),
-            core_on_chip=each.get("core_on_chip", 0),
-            slice_index=each.get("slice_index", -1),
-            device_kind=kind,
-        )
-        for each in attributes
-    ]
-    return sorted(devices, key=lambda device: device.id)
+    """The devices of ``kind`` (``TPU v5 lite``) in torch_xla's `global_runtime_device_attributes`, by id."""
+    devices = []
+    for each in attributes:
+        coords, core = tuple(each.get("coords", ())), each.get("core_on_chip", 0)
+        number = int(each["name"].rpartition(":")[2])
+        devices.append(Device(number, coords, core, each.get("slice_index", -1), kind))
+    return sorted(devices, key=operator.attrgetter("id"))
 
 
 def in_mesh_order(devices: Sequence[Any], ici: Sequence[int], dcn: Sequence[int]) -> list[Any]:
-    """The devices, row by row, of a mesh with these factors within a slice and over slices.
-
-    Raises:
-        Exception: any of jax's, if the devices can't be laid out so.
-    """
+    """The devices, row by row, of a mesh with these factors within a slice and over slices; errors are jax's own."""
     from jax.experimental import mesh_utils
 
     if math.prod(dcn) == 1:

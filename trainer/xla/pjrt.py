@@ -28,12 +28,7 @@ class PjrtError(RuntimeError):
 
 
 def _structure(name: str, *fields: str, numbers: Sequence[str] = ()) -> Any:
-    """A structure of the interface.
-
-    Args:
-        fields: after the two that all have first; a name in ``size`` is a size, any other a pointer.
-        numbers: last fields, of 32 bits.
-    """
+    """A structure: two fields of all, then ``fields`` (sizes if so named, else pointers) and 32-bit ``numbers``."""
     fields = ("struct_size", "extension_start", *fields)
     body = [(field, ctypes.c_size_t if field.endswith("size") else ctypes.c_void_p) for field in fields]
     return type(name, (ctypes.Structure,), {"_fields_": [*body, *((field, ctypes.c_int) for field in numbers)]})
@@ -88,11 +83,7 @@ class Table:
         return ctypes.c_size_t.from_address(self._place(name)).value
 
     def replace(self, name: str, function: Any) -> None:
-        """Puts ``function``, a `Function` that the caller keeps, into the table.
-
-        Raises:
-            PjrtError: the table's memory can't be written.
-        """
+        """Puts ``function``, which the caller keeps, into the table; raises PjrtError if that can't be written."""
         place = self._place(name)
         start = place // mmap.PAGESIZE * mmap.PAGESIZE
         libc = ctypes.CDLL(None, use_errno=True)
@@ -103,11 +94,7 @@ class Table:
         ctypes.c_size_t.from_address(place).value = ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def call(self, name: str, /, **given: Any) -> Any:
-        """Calls a function; returns the structure of its arguments, with its results.
-
-        Raises:
-            PjrtError: with the plugin's own message.
-        """
+        """The structure of a function's arguments after the call; raises PjrtError with the plugin's own message."""
         arguments, error = self._call(Function, name, given)
         if error:
             message = text_of(self._call(_Void, "Error_Message", {"error": error})[0])
@@ -121,7 +108,6 @@ class Table:
         return arguments, kind(self.entry(name))(ctypes.addressof(arguments))
 
     def serialize(self, name: str, /, **given: Any) -> bytes:
-        """The bytes from a function that serialises."""
         found = self.call(name, **given)
         try:
             return ctypes.string_at(found.data, found.data_size)
@@ -133,5 +119,4 @@ class Table:
 
 
 def text_of(arguments: Any) -> str:
-    """The text in a function's arguments."""
     return ctypes.string_at(arguments.text, arguments.text_size).decode(errors="replace")

@@ -16,22 +16,21 @@ FOLDER = "profile"  # in the output folder
 
 
 class ProfileCallback(TrainerCallback):
-    """Traces the steps from ``first`` to ``last`` inclusive, and writes the trace into ``output``.
+    """Traces the steps from ``first`` to ``last`` inclusive, or the run's part of them, and writes it into ``output``.
 
-    It waits for the devices before and after, so that the trace has these steps and no others. A run that begins or
-    ends between the two traces its part of them.
+    It waits for the devices before and after, so that the trace has these steps and no others.
     """
 
     def __init__(self, first: int, last: int, output: Folder) -> None:
         self.first, self.last, self.output = first, last, output
-        self._tracing, self._done = False, False
+        self._trace: tempfile.TemporaryDirectory[str] | None = None
+        self._done = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not (self._tracing or self._done) and self.first <= state.global_step + 1 <= self.last:
-            self._local = tempfile.TemporaryDirectory()
+        if self._trace is None and not self._done and self.first <= state.global_step + 1 <= self.last:
+            self._trace = tempfile.TemporaryDirectory()
             wait_for_devices()
-            xp.start_trace(self._local.name)
-            self._tracing = True
+            xp.start_trace(self._trace.name)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= self.last:
@@ -41,12 +40,12 @@ class ProfileCallback(TrainerCallback):
         self._write()
 
     def _write(self) -> None:
-        if not self._tracing:
+        if self._trace is None:
             return
         wait_for_devices()
         xp.stop_trace()
-        self._tracing, self._done = False, True
-        with self._local as local:
+        trace, self._trace, self._done = self._trace, None, True
+        with trace as local:
             # plugins/profile/TIME/HOST.xplane.pb and others, where TensorBoard and xprof look
             for path in sorted(Path(local).rglob("*")):
                 if path.is_file():

@@ -25,19 +25,13 @@ from shardwright.xla.pjrt import FUNCTIONS, Function, PjrtError, Program, Table,
 COMPILED = "SHARDWRIGHT_COMPILED"  # a folder that all hosts see; empty: nothing is kept
 _FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # read by the compiler beside its options
 _MAGIC = b"shardwright program 1\n"
-_DIGEST = hashlib.sha256().digest_size
 
 
 class KeptPrograms:
-    """The kept programs of this process. Failures to keep or load one are reported, and it is compiled.
-
-    Attributes:
-        programs: number that the plugin was asked for.
-        loaded: number of these that were not compiled.
-    """
+    """The kept programs of this process. Failures to keep or load one are reported, and it is compiled."""
 
     def __init__(self) -> None:
-        self.programs = self.loaded = 0
+        self.programs = self.loaded = 0  # that the plugin was asked for, and of these that were not compiled
         self._place: _Place | None = None  # known once the plugin's devices are
         self._notices: dict[str, str] = {}  # subject → its first message
         self._reported: set[str] = set()
@@ -70,7 +64,7 @@ class KeptPrograms:
             yield f"         {self._notices[subject]}"
 
     def _compile(self, address: int) -> int | None:
-        """Replaces the plugin's function: takes the address of its arguments, and returns its error."""
+        """The plugin's function in its table: takes the address of its arguments, and returns its error."""
         self.programs += 1
         arguments = FUNCTIONS["Client_Compile"][1].from_address(address)
         key = ""
@@ -98,23 +92,17 @@ class KeptPrograms:
         if not folder.exists(key):
             return None
         content = folder.read(key)
-        head = len(_MAGIC) + _DIGEST
-        if content[:head] != _MAGIC + _digest(key, content[head:]):
+        program = content[len(_MAGIC) + hashlib.sha256().digest_size :]
+        if not content.startswith(_head(key, program)):
             self._notices[key] = f"{folder}/{key} is damaged, and compiled again"
             return None
         given = {name: getattr(arguments, name) for name in ("client", "options", "options_size")}
-        data = ctypes.c_char_p(content[head:])
+        given |= {"data": ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p), "data_size": len(program)}
         try:
-            found = self._table.call(
-                "Executable_DeserializeAndLoad",
-                **given,
-                data=ctypes.cast(data, ctypes.c_void_p),
-                data_size=len(content) - head,
-            )
+            return self._table.call("Executable_DeserializeAndLoad", **given).loaded
         except PjrtError as error:
             self._notices[key] = f"{folder}/{key} can't be loaded, and is compiled again: {error}"
             return None
-        return found.loaded
 
     def _keep(self, folder: Folder, key: str, loaded: int) -> None:
         table = self._table
@@ -123,7 +111,7 @@ class KeptPrograms:
             content = table.serialize("Executable_Serialize", executable=executable)
         finally:
             table.call("Executable_Destroy", executable=executable)
-        folder.write(key, _MAGIC + _digest(key, content) + content)
+        folder.write(key, _head(key, content) + content)
 
     def _notice(self, error: BaseException) -> None:
         found = f"{error.asked}: {error.found}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -149,10 +137,9 @@ def _find_place(table: Table, client: int) -> _Place:
         table.serialize("TopologyDescription_Serialize", topology=topology),
         *(os.environ.get(name, "").encode() for name in _FLAGS),
     ]
-    index = table.call("Client_ProcessIndex", client=client).index
-    if shared := os.environ.get(COMPILED):
-        return _Place(Folder(shared), index == 0, compiler)
-    return _Place(Folder(cache_root() / "programs" / str(index)), True, compiler)
+    index, shared = table.call("Client_ProcessIndex", client=client).index, os.environ.get(COMPILED)
+    folder = Folder(shared or cache_root() / "programs" / str(index))
+    return _Place(folder, not shared or index == 0, compiler)
 
 
 def _key(compiler: list[bytes], arguments: Any) -> str:
@@ -171,8 +158,8 @@ def _key(compiler: list[bytes], arguments: Any) -> str:
     return found.hexdigest()
 
 
-def _digest(key: str, content: bytes) -> bytes:
-    return hashlib.sha256(key.encode() + content).digest()
+def _head(key: str, program: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(key.encode() + program).digest()
 
 
 KEPT = KeptPrograms()

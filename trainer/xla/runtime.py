@@ -26,11 +26,11 @@ _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails b
 
 
 def init_runtime() -> str:
-    """Chooses the devices, turns SPMD on, opens the devices and describes them in a few words.
+    """Chooses the devices, turns SPMD on, opens the devices and describes them in a few words; again is harmless.
 
     ``PJRT_DEVICE`` decides if it is set, else torch_xla's own search: a TPU where libtpu and chips are found, else the
     CPU with ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the compiler gets the chip's flags
-    (:data:`shardwright.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
+    (:data:`shardwright.xla.chips.FLAGS`) beside the user's.
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of devices that are open already; the
@@ -48,26 +48,20 @@ def init_runtime() -> str:
             instead="shardwright.xla.runtime.init_runtime() before anything else opens them (torch_xla.device(), "
             "transformers.TrainingArguments(...).device), or CPU_NUM_DEVICES and PJRT_DEVICE=CPU in the environment",
         )
+    # semi-private: torch_xla/__init__.py, torch_xla 2.9
+    reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
     if tpu.num_available_chips() == 0:
         reason = "no accelerator found"
-    else:
-        # semi-private: torch_xla/__init__.py, torch_xla 2.9
-        reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
     return f"{count} virtual CPU devices ({reason})"
 
 
 def device_count() -> int:
-    """The number of devices of all hosts. Virtual CPU devices are counted without opening them.
-
-    Raises:
-        UserError: as :func:`init_runtime`.
-    """
+    """The number of devices of all hosts, virtual ones not opened; raises UserError as :func:`init_runtime`."""
     kind = _prepare()
     return int(os.environ["CPU_NUM_DEVICES"]) if kind == "CPU" else _open(kind)
 
 
 def device_kind() -> str:
-    """``TPU``, ``CPU`` or another of the runtime's names."""
     return xr.device_type() or ""
 
 
@@ -120,7 +114,6 @@ def watch_for_preemption() -> bool:
 
 
 def stops_after(step: int) -> bool:
-    """Whether the hosts of the pod agreed to stop after ``step`` (see :func:`watch_for_preemption`)."""
     return torch_xla._XLAC._sync_point_reached(step)  # semi-private: see watch_for_preemption
 
 
@@ -138,13 +131,23 @@ def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
 
 def _prepare() -> str:
     """Sets flags and threads for the devices that will be opened, and returns their kind."""
-    _set_compiler_flags()
+    if (found := _chip_on_the_bus()) is not None:  # libtpu reads the flags once; the user's win
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        missing = [f"--{name}={value}" for name, value in found.missing_flags(given).items()]
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
     # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")
     kind = device_kind()
     if kind == "CPU":
-        _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
-        _give_devices_threads(int(os.environ["CPU_NUM_DEVICES"]))
+        count = os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES))
+        if not (count.isdecimal() and 1 <= int(count) <= _MOST_VIRTUAL_DEVICES):
+            raise UserError(
+                asked=f"CPU_NUM_DEVICES={count}",
+                found="not a whole number from 1 to 127",
+                why="it counts virtual CPU devices; autograd's device index ends at 127",
+                instead=f"CPU_NUM_DEVICES={VIRTUAL_DEVICES}, or leave it unset",
+            )
+        _give_devices_threads(int(count))
     if not xr.is_spmd():  # a second call would warn
         xr.use_spmd()
     return kind
@@ -179,15 +182,6 @@ def _plugin(kind: str) -> str | None:
     return os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH", "libtpu.so")
 
 
-def _set_compiler_flags() -> None:
-    """On a TPU host, adds the chip's compiler flags to LIBTPU_INIT_ARGS, which libtpu reads once; the user's win."""
-    chip = _chip_on_the_bus()
-    if chip is not None:
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        missing = [f"--{name}={value}" for name, value in chip.missing_flags(given).items()]
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
-
-
 def _chip_on_the_bus() -> Chip | None:
     # semi-private: jax/_src/hardware_utils.py, jax 0.7.1. It finds the chip on the PCI bus, before libtpu is loaded.
     from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
@@ -207,13 +201,3 @@ def _give_devices_threads(devices: int) -> None:
     flags = ("xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen")
     mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()
-
-
-def _check_virtual_devices(count: str) -> None:
-    if not (count.isdecimal() and 1 <= int(count) <= _MOST_VIRTUAL_DEVICES):
-        raise UserError(
-            asked=f"CPU_NUM_DEVICES={count}",
-            found="not a whole number from 1 to 127",
-            why="it counts virtual CPU devices; autograd's device index ends at 127",
-            instead=f"CPU_NUM_DEVICES={VIRTUAL_DEVICES}, or leave it unset",
-        )

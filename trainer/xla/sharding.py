@@ -36,9 +36,6 @@ def place(
     Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
     no separate call marks. On an :class:`AbstractMesh` nothing moves, and ``values`` may be on meta.
 
-    Args:
-        dtype: default: that of ``values``.
-
     Raises:
         UserError: there is no data on the host (meta), its rank is not the spec's, or a dimension does not divide.
     """
@@ -68,11 +65,7 @@ def place(
 
 
 def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: PartitionSpec, device: int) -> Slices:
-    """The part of a tensor of ``shape`` on the device with the id ``device``: a slice for each dimension.
-
-    Raises:
-        UserError: a dimension is not divisible by the axes that split it.
-    """
+    """A tensor's part on the device with the id ``device``; raises UserError if axes do not divide a dimension."""
     sizes = mesh.shape()
     coordinates = np.unravel_index(int(np.flatnonzero(mesh.device_ids == device)[0]), mesh.mesh_shape)
     position = dict(zip(sizes, coordinates, strict=True))
@@ -93,7 +86,6 @@ def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: Partit
 
 
 def zeros(name: str, shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
-    """Zeros of ``shape``, placed."""
     return place(name, torch.zeros((), dtype=dtype).expand(tuple(shape)), mesh, spec)
 
 
@@ -149,11 +141,7 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 def _local_shards(tensor: torch.Tensor) -> list[tuple[int, Slices, torch.Tensor]]:
     """(replica number, slices of the whole, values) for each local device."""
     wait_for_devices()  # a step that is being launched has no shards yet
-    ((values, places),) = zip(
-        _XLAC._get_local_shards([tensor]),
-        _XLAC._get_local_shard_replica_and_indices([tensor]),
-        strict=True,
-    )
+    (values,), (places,) = _XLAC._get_local_shards([tensor]), _XLAC._get_local_shard_replica_and_indices([tensor])
     whole = tuple(slice(0, size) for size in tensor.shape)
     return [
         (replica, whole if where is Ellipsis else tuple(where), shard)
@@ -162,11 +150,7 @@ def _local_shards(tensor: torch.Tensor) -> list[tuple[int, Slices, torch.Tensor]
 
 
 def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: Mapping[str, PartitionSpec]) -> None:
-    """Checks that every tensor is on XLA and laid out as planned.
-
-    Raises:
-        UserError: names the tensor, its device or layout, and the planned layout.
-    """
+    """Raises UserError unless every tensor is on XLA and laid out as planned."""
     for name, tensor in tensors.items():
         if tensor.device.type != "xla":
             raise UserError(
@@ -226,10 +210,7 @@ _constrain.register_autograd(_backward, setup_context=_setup)
 
 
 def constrain(tensor: torch.Tensor, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
-    """A copy of ``tensor`` laid out by ``spec``, as is its gradient in the backward.
-
-    Both are out of place, and one opaque operation for AOTAutograd, so it may stand inside a scanned layer.
-    """
+    """A copy of ``tensor`` laid out by ``spec``, as is its gradient; opaque to AOTAutograd, so a scan may hold it."""
     return _constrain(tensor, layout_text(mesh, spec))
 
 

@@ -21,14 +21,11 @@ class StopRequests:
     """Whether the run was told to stop; the loop looks after each step, and in an evaluation before each batch.
 
     On several hosts all stop after the same step, whichever of them got the signal, and never within an evaluation.
-
-    Attributes:
-        interrupted: Ctrl-C came.
-        preempted: SIGTERM came, or the pod's preemption signal.
     """
 
     def __init__(self) -> None:
-        self.interrupted = self.preempted = False
+        self.interrupted = False  # Ctrl-C came
+        self.preempted = False  # SIGTERM came, or the pod's preemption signal
         self._pod = False  # a pod's runtime takes SIGTERM
         self._here = False  # Ctrl-C came on this host of several
 
@@ -37,7 +34,6 @@ class StopRequests:
         return self.interrupted or self.preempted
 
     def after_step(self, step: int) -> None:
-        """Asks the pod's runtime whether its hosts are to stop after ``step``; all get the same answer."""
         if self._pod and stops_after(step):
             self.interrupted = any(hosts().gather(self._here))
             self.preempted = not self.interrupted
@@ -81,5 +77,5 @@ class StopRequests:
         try:
             yield
         finally:
-            for number in numbers:
-                signal.signal(number, previous[number])
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.compile.hlo.text import dtype_bits, leaves, parse
+from shardwright.compile.hlo.text import HBM, HOST, dtype_bits, leaves, parse
 
 
 def test_shapes_in_vmem_and_on_the_host_are_not_hbm() -> None:
     (vmem, host, hbm) = leaves("(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, f32[4]{0:T(128)S(5)}, pred[3]{0})")
-    assert (vmem.hbm_bytes, host.hbm_bytes, host.host_bytes, hbm.hbm_bytes) == (0, 0, 16, 3)
+    assert [(leaf.space, leaf.bytes) for leaf in (vmem, host, hbm)] == [(1, 2048), (HOST, 16), (HBM, 3)]
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,15 @@ ENTRY %main (a: f32[8]) -> (f32[8], f32[8]) {
   %a = f32[8]{0:T(8,128)} parameter(0)
   ROOT %pair.1 = (f32[8]{0:T(8,128)}, (f32[8]{0}, s32[])) call-start(%a, %a), to_apply=%f, metadata={op_name="x/y"}
 }
+%f (b: f32[8]) -> f32[8] {
+  ROOT %b = f32[8]{0} parameter(0)
+}
 """
     )
     parameter, pair = module.entry.instructions
     assert (parameter.opcode, parameter.arguments, module.entry.parameters) == ("parameter", "0", {0: parameter})
     assert (pair.name, pair.opcode, pair.operands) == ("pair.1", "call-start", ["a", "a"])
-    assert (pair.called, pair.op_name, module.entry.root) == ("f", "x/y", pair)
+    assert (module.called(pair), pair.op_name, module.entry.root) == ([module.computations["f"]], "x/y", pair)
     assert list(map(str, pair.leaves)) == ["f32[8]", "f32[8]", "s32[]"]
 
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _RANGE = re.compile(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _VALUE = re.compile(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
 
 
-@dataclass(frozen=True)
-class _BufferValue:
-    """A value in HBM. Values with the same ``place`` (allocation, offset, bytes) share one buffer."""
+class _BufferValue(NamedTuple):
+    """A value in HBM. Values with the same ``place`` share one buffer."""
 
     name: str
     bytes: int
-    place: tuple[int, int, int]
+    place: tuple[int, int, int]  # allocation, offset, bytes
 
 
 def peak_buffers(assignment: str) -> str:

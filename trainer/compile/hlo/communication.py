@@ -7,6 +7,7 @@ permute they are the mean over all chips: a source sends all its bytes, another 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -16,16 +17,11 @@ from functools import lru_cache
 import numpy as np
 
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.text import Computation, Instruction, Leaf
+from shardwright.compile.hlo.text import Computation, Instruction
 
 KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
 
 _SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")  # a module's name: it has dots
@@ -35,38 +31,25 @@ _NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: the lowerin
 
 @dataclass(frozen=True)
 class Collective:
-    """The key under which collectives are counted together.
-
-    Args:
-        axis: mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` if they span it in part.
-        module: module that the compiler's metadata names; without one, the operation or nothing.
-        shape: the operand's, without layout; the output's for an all-gather.
-        group: devices of a group.
-        network: ``ici``, or ``dcn`` between slices.
-    """
+    """The key under which collectives are counted together."""
 
     kind: str
-    axis: str
-    module: str
-    shape: str
-    group: int
-    network: str
+    axis: str  # mesh axes that its groups span, `fsdp` or `fsdp×expert`; `within fsdp` if they span it in part
+    module: str  # that the compiler's metadata names; without one, the operation or nothing
+    shape: str  # of the operand, without layout; of the output for an all-gather
+    group: int  # devices of a group
+    network: str  # `ici`, or `dcn` between slices
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Runs, bytes and time of a collective, per chip.
-
-    Args:
-        exposed_bytes: the part of the wire bytes that is sent while nothing is computed.
-        seconds: time with the links to itself.
-    """
+    """Runs, bytes and time of a collective, per chip."""
 
     count: float = 0
     bytes: float = 0
     wire_bytes: float = 0
-    exposed_bytes: float = 0
-    seconds: float = 0
+    exposed_bytes: float = 0  # of the wire bytes, those that are sent while nothing is computed
+    seconds: float = 0  # with the links to itself
 
     def plus(self, other: Traffic, times: float) -> Traffic:
         """Adds ``times`` the other."""
@@ -85,30 +68,26 @@ def collective(
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
-    size = sum(leaf.bytes for leaf in operands)
-    sizes = tuple(mesh.values())
-    members: tuple[int, ...]
+    shown = operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
+    size, devices = sum(leaf.bytes for leaf in operands), math.prod(mesh.values())
     if kind == "collective-permute":
         pairs = _pairs(instruction.attribute(r"source_target_pairs=(\{\{.*?\}\})") or "")
-        moving = [(a, b) for a, b in pairs if a != b]
+        moving = [pair for pair in pairs if pair[0] != pair[1]]
         if not moving:
             return None
-        axis, members, wire = _axes_of_pairs(mesh, moving), moving[0], size * len(moving) / math.prod(sizes)
-        group = 2
+        axis, members, wire = _axes_of_pairs(mesh, moving), moving[0], size * len(moving) / devices
     else:
-        groups = replica_groups(instruction.attributes, math.prod(sizes))
-        group = len(groups[0])
-        if group == 1:
+        members = replica_groups(instruction.attributes, devices)[0]
+        if len(members) == 1:
             return None
-        axis, members = axes_of_group(mesh, groups[0]), groups[0]
-        size *= group if kind == "all-gather" else 1
-        wire = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
-    shown = operands if kind != "all-gather" else _gathered(instruction, len(operands))
-    shape = ", ".join(map(str, shown))
-    seconds = links.seconds(kind, "ici", members, wire) if links else 0.0
-    key = Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici")
-    return key, Traffic(1, size, wire, wire, seconds)
+        axis = axes_of_group(mesh, members)
+        if kind == "all-gather":
+            shown, size = list(instruction.leaves), size * len(members)
+            if instruction.opcode.endswith("-start"):  # operands, outputs, context
+                shown = shown[len(operands) : 2 * len(operands)]
+        wire = size * (len(members) - 1) / len(members) * (2 if kind == "all-reduce" else 1)
+    key = Collective(kind, axis, module_of(instruction.op_name), ", ".join(map(str, shown)), len(members), "ici")
+    return key, Traffic(1, size, wire, wire, links.seconds(kind, "ici", members, wire) if links else 0.0)
 
 
 def _between_slices(
@@ -122,12 +101,6 @@ def _between_slices(
     return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes, seconds)
 
 
-def _gathered(instruction: Instruction, operands: int) -> list[Leaf]:
-    """The outputs of an all-gather; a ``-start`` lists its ``operands`` before them."""
-    outputs = list(instruction.leaves)
-    return outputs[operands : 2 * operands] if instruction.opcode.endswith("-start") else outputs
-
-
 def module_of(op_name: str) -> str:
     """The innermost module in an ``op_name``, ``model.layers.*.mlp.experts``; without one, the operation or "".
 
@@ -138,14 +111,12 @@ def module_of(op_name: str) -> str:
     for part in op_name.split("/"):
         while match := _WRAPPED.match(part):
             part = match[1]
-        if part:
-            parts.append(part)
-    modules = [_NUMBER.sub("", part) for part in parts if _SCOPE.match(_NUMBER.sub("", part))]
-    if modules:
-        return modules[-1]
-    backward = any("backward" in part for part in parts)
-    last = next((part for part in reversed(parts) if not _NUMBER.search(part)), "")
-    return f"{last} (backward)" if last and backward and "backward" not in last else last
+        parts.append(part)
+    for part in reversed(parts):
+        if _SCOPE.match(scope := _NUMBER.sub("", part)):
+            return scope
+    last = next((part for part in reversed(parts) if part and not _NUMBER.search(part)), "")
+    return f"{last} (backward)" if last and "backward" in op_name and "backward" not in last else last
 
 
 @lru_cache(maxsize=4096)
@@ -174,15 +145,13 @@ def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
 
 def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
     """The mesh axes along which a group's devices differ; ``within …`` if it spans them only in part."""
-    coordinates = np.array(np.unravel_index(np.asarray(group), tuple(mesh.values())))
-    spanned = [axis for axis, row in zip(mesh, coordinates, strict=True) if len(set(row.tolist())) > 1]
+    coordinates = np.unravel_index(np.asarray(group), tuple(mesh.values()))
+    spanned = [axis for axis, places in zip(mesh, coordinates, strict=True) if len(np.unique(places)) > 1]
     whole = math.prod(mesh[axis] for axis in spanned) == len(group)
     return ("" if whole else "within ") + "×".join(spanned)
 
 
 def _axes_of_pairs(mesh: dict[str, int], pairs: Sequence[tuple[int, ...]]) -> str:
-    """The mesh axes along which some source and its target differ."""
-    sizes = tuple(mesh.values())
-    ends = np.array(pairs)
-    changed = np.array(np.unravel_index(ends[:, 0], sizes)) != np.array(np.unravel_index(ends[:, 1], sizes))
-    return "×".join(axis for axis, differs in zip(mesh, changed.any(axis=1), strict=True) if differs)
+    coordinates = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # of each axis [pairs, 2]
+    differs = [(ends[:, 0] != ends[:, 1]).any() for ends in coordinates]
+    return "×".join(itertools.compress(mesh, differs))

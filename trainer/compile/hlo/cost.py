@@ -21,7 +21,7 @@ from shardwright.compile.hlo.communication import Collective, Traffic, collectiv
 from shardwright.compile.hlo.flops import convolution_flops, dot_flops
 from shardwright.compile.hlo.kernels import is_kernel
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.text import Computation, Instruction, Leaf, Module
+from shardwright.compile.hlo.text import HBM, HOST, Computation, Instruction, Leaf, Module
 from shardwright.compile.hlo.trip_counts import trip_count
 from shardwright.xla.chips import Chip
 
@@ -30,42 +30,23 @@ _FREE = {  # opcodes that move no bytes of their own
     *("send", "recv", "opt-barrier", "optimization-barrier", "while", "call", "conditional"),
     *("domain", "add-dependency"),
 }
+_SLICES, _VIEWS = ("dynamic-slice", "slice", "gather"), ("bitcast", "reshape")
 _NO_CYCLES = 2**62  # the compiler writes at least this where it has no estimate
-
-
-@dataclass(frozen=True)
-class Share:
-    """The cost of one module's operations."""
-
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
-    cycles: float = 0.0
-
-    def plus(self, other: Share, times: float) -> Share:
-        """Adds ``times`` the other."""
-        return Share(**{name: value + times * getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass
 class Cost:
-    """The cost of one run of a computation.
-
-    Args:
-        product_cycles: the part of ``cycles`` in operations that multiply matrices.
-        kernels: custom kernels without a cost estimate: module → runs.
-        kernel_flops: the part of ``flops`` from custom kernels' cost estimates; kernels have no cycles.
-        loops: loops whose length depends on data: op_name → runs that were assumed.
-    """
+    """The cost of one run of a computation."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     host_bytes: float = 0.0
     cycles: float = 0.0
-    product_cycles: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)
-    kernel_flops: float = 0.0
-    modules: dict[str, Share] = field(default_factory=dict)
-    loops: dict[str, int] = field(default_factory=dict)
+    product_cycles: float = 0.0  # of `cycles`, those in operations that multiply matrices
+    kernels: dict[str, float] = field(default_factory=dict)  # without a cost estimate: module → runs
+    kernel_flops: float = 0.0  # of `flops`, those in custom kernels' cost estimates; kernels have no cycles
+    modules: dict[str, Cost] = field(default_factory=dict)  # module → its part of FLOPs, HBM bytes and cycles
+    loops: dict[str, int] = field(default_factory=dict)  # whose length depends on data: op_name → runs assumed
     collectives: dict[Collective, Traffic] = field(default_factory=dict)
 
     def add(self, other: Cost, times: float = 1) -> None:
@@ -76,8 +57,8 @@ class Cost:
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
         for name, runs in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0) + times * runs
-        for name, share in other.modules.items():
-            self.modules[name] = self.modules.get(name, Share()).plus(share, times)
+        for name, part in other.modules.items():
+            self.modules.setdefault(name, Cost()).add(part, times)
         self.loops.update(other.loops)
         for key, traffic in other.collectives.items():
             self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
@@ -91,12 +72,9 @@ def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost
 class Counter:
     """Counts each computation's cost once, however often it is called.
 
-    Args:
-        mesh: axis → size.
-        layers: trip count assumed for an outermost loop of unknown length. Inner ones are assumed to run once: their
-            length depends on data, as in an exchange that is repeated until every token is served.
-        chip: its clock and links decide how much of a collective is hidden by computation.
-        links: for collectives' times; None: they take none.
+    An outermost loop of unknown length is assumed to run ``layers`` times. Inner ones are assumed to run once: their
+    length depends on data, as in an exchange that is repeated until every token is served. The clock and links of
+    ``chip`` decide how much of a collective is hidden by computation. Without ``links`` collectives take no time.
     """
 
     def __init__(
@@ -111,52 +89,45 @@ class Counter:
         if computation.name not in self.known:
             cost = Cost()
             for instruction in computation.instructions:
-                self._instruction(cost, computation, instruction)
+                cost.add(self._overlapped(computation, instruction, self._instruction(computation, instruction)))
             self.known[computation.name] = cost
         return self.known[computation.name]
 
-    def _instruction(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds an instruction with the computations that it runs; of a conditional's branches, the dearest."""
-        opcode = instruction.opcode
-        if opcode == "while":
-            trips, known = self.trips(computation, instruction)
-            if not known:
-                cost.loops[instruction.op_name or instruction.name] = trips
-            cost.add(self.computation(self.body(instruction)), trips)
-        elif opcode == "conditional":
-            cost.add(max(map(self.computation, self.branches(instruction)), key=lambda c: (c.cycles, c.flops)))
-        elif opcode in ("call", "call-start", "async-start"):
-            cost.add(self._overlapped(computation, instruction, self.computation(self.named(instruction.called))))
-        else:
-            cost.add(self.own(computation, instruction))
+    def _instruction(self, computation: Computation, instruction: Instruction) -> Cost:
+        """The cost of an instruction with the computations that it runs; of a conditional's branches, the dearest."""
+        if instruction.opcode == "while":
+            trips, assumed = self.trips(computation, instruction)
+            cost = Cost(loops={instruction.op_name or instruction.name: trips} if assumed else {})
+            cost.add(self.computation(*self.module.called(instruction)), trips)
+            return cost
+        if instruction.opcode in ("conditional", "call", "call-start", "async-start"):
+            return max(map(self.computation, self.module.called(instruction)), key=lambda c: (c.cycles, c.flops))
+        return self.own(computation, instruction)
 
     def trips(self, computation: Computation, loop: Instruction) -> tuple[int, bool]:
-        """(trip count of a loop, whether it is known rather than assumed)."""
-        trips = trip_count(self.module, computation, loop)
-        return (trips, True) if trips is not None else (self.layers if computation is self.module.entry else 1, False)
+        """(trip count of a loop, whether it is assumed)."""
+        if (known := trip_count(self.module, computation, loop)) is not None:
+            return known, False
+        return self.layers if computation is self.module.entry else 1, True
 
     def own(self, computation: Computation, instruction: Instruction) -> Cost:
-        """The cost of an instruction that is one scheduled operation."""
+        """The cost of an instruction that is one scheduled operation; all of its collectives' bytes are exposed."""
         cost = Cost(cycles=_cycles(instruction))
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
-            fused = Cost()
-            self._fused(fused, self.named(instruction.called), module, scatters=False)
-            cost.add(self._overlapped(computation, instruction, fused))
+            self._fused(cost, instruction, module, scatters=False)
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
-        share = Share(cost.flops, cost.hbm_bytes, cost.cycles)
-        cost.product_cycles = share.cycles if share.flops else 0.0
-        if share != Share():
-            cost.modules[module or instruction.opcode] = share
+        cost.product_cycles = cost.cycles if cost.flops else 0.0
+        if cost.flops or cost.hbm_bytes or cost.cycles:
+            cost.modules[module or instruction.opcode] = Cost(cost.flops, cost.hbm_bytes, cycles=cost.cycles)
         return cost
 
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds an operation that is no fusion."""
         self._work(cost, computation, instruction)
         if found := collective(computation, instruction, self.mesh, self.links):
-            cost.add(self._overlapped(computation, instruction, Cost(collectives=dict([found]))))
+            cost.collectives.update([found])
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
             return
@@ -167,7 +138,7 @@ class Counter:
         elif opcode.endswith("-start"):  # operands, results, context
             outputs = outputs[len(operands) :]
         base = opcode.removesuffix("-start")
-        if base in ("dynamic-slice", "slice", "gather"):  # reads as much as it writes
+        if base in _SLICES:  # reads as much as it writes
             operands[0] = dataclasses.replace(outputs[0], space=operands[0].space)
         elif base == "dynamic-update-slice":
             outputs = [dataclasses.replace(operands[1], space=operands[0].space)]
@@ -183,25 +154,28 @@ class Counter:
         # loops, calls and kernels have no cycles in the text, but take long enough to hide a collective
         unknown = any(i.opcode in ("while", "call", "conditional") or is_kernel(i) for i in between)
         beside = math.inf if unknown else sum(map(_cycles, between))
-        exposed = {
-            key: dataclasses.replace(
-                traffic, exposed_bytes=max(0.0, traffic.exposed_bytes - beside * self.bytes_a_cycle[key.network])
-            )
-            for key, traffic in cost.collectives.items()
-        }
-        return dataclasses.replace(cost, collectives=exposed)
+        collectives = {}
+        for key, traffic in cost.collectives.items():
+            left = max(0.0, traffic.exposed_bytes - beside * self.bytes_a_cycle[key.network])
+            collectives[key] = dataclasses.replace(traffic, exposed_bytes=left)
+        return dataclasses.replace(cost, collectives=collectives)
 
     def end(self, computation: Computation, start: Instruction) -> Instruction | None:
         """The instruction that awaits ``start``, None if it isn't asynchronous."""
         if start.opcode != "fusion":
             return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
-        chain = _chain(self.named(start.called), "AsyncCollectiveStart")
+        chain = self._chain(start, "AsyncCollectiveStart")
         later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
-        fusions = (i for i in later if i.opcode == "fusion")
-        return next((i for i in fusions if _chain(self.named(i.called), "AsyncCollectiveDone") == chain), None)
+        return next((i for i in later if i.opcode == "fusion" and self._chain(i, "AsyncCollectiveDone") == chain), None)
+
+    def _chain(self, fusion: Instruction, target: str) -> str | None:
+        """The chain_id of the collective that a fusion starts or ends, if any (AsyncCollectiveStart or -Done)."""
+        (fused,) = self.module.called(fusion)
+        if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
+            return None
+        return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds the FLOPs of the instruction itself."""
         operands = computation.operands(instruction)
         if instruction.opcode == "dot":
             cost.flops += dot_flops(instruction, operands)
@@ -209,30 +183,28 @@ class Counter:
             cost.flops += convolution_flops(instruction, operands)
         elif is_kernel(instruction):
             estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
-            if estimate and int(estimate):
-                cost.flops += int(estimate)
-                cost.kernel_flops += int(estimate)
+            if flops := int(estimate or 0):
+                cost.flops += flops
+                cost.kernel_flops += flops
             else:
                 name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
-    def _fused(self, cost: Cost, fused: Computation, owner: str, *, scatters: bool) -> None:
-        """Adds the FLOPs and collectives inside a fusion.
+    def _fused(self, cost: Cost, fusion: Instruction, owner: str, *, scatters: bool) -> None:
+        """Adds the FLOPs and collectives inside a fusion; of the module ``owner`` if their own metadata name none.
 
         An asynchronous collective (it has a chain_id) appears in the fusion that starts it, in the one that ends it,
         and in every fusion that it overlaps, those of inner loops too; it counts in the first alone. The compiler
-        writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter.
-
-        Args:
-            owner: module of collectives whose own metadata names none.
-            scatters: an outer computation is called all-reduce-scatter.
+        writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter: here or outside, it
+        ``scatters``.
         """
+        (fused,) = self.module.called(fusion)
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
-        starts = _chain(fused, "AsyncCollectiveStart") is not None
+        starts = self._chain(fusion, "AsyncCollectiveStart") is not None
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
-            if instruction.opcode == "fusion" or (instruction.opcode == "call" and instruction.called):
-                self._fused(cost, self.named(instruction.called), owner, scatters=scatters)
+            if instruction.opcode in ("fusion", "call"):
+                self._fused(cost, instruction, owner, scatters=scatters)
             elif found := collective(fused, instruction, self.mesh, self.links):
                 if "chain_id=" in instruction.attributes and not starts:
                     continue
@@ -240,51 +212,46 @@ class Counter:
                 key = dataclasses.replace(key, module=key.module or owner)
                 if scatters and key.kind == "all-reduce":
                     key = dataclasses.replace(key, kind="reduce-scatter")
-                    half, seconds = traffic.wire_bytes / 2, traffic.seconds / 2
-                    traffic = dataclasses.replace(traffic, wire_bytes=half, exposed_bytes=half, seconds=seconds)
+                    half = traffic.wire_bytes / 2
+                    traffic = Traffic(traffic.count, traffic.bytes, half, half, traffic.seconds / 2)
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """Adds a fusion's reads and writes, without an asynchronous collective's buffers, which only pass through."""
-        fused = self.named(instruction.called)
-        outputs, operands = _passing(fused, instruction)
+        (fused,) = self.module.called(instruction)
+        passing_outputs, passing_operands = _passing(fused, instruction)
+        moved: list[tuple[tuple[Leaf, ...], float | None]] = []  # (arrays, bytes of them that are moved; None: all)
         for number, operand in enumerate(computation.operands(instruction)):
-            if number in operands:
-                continue
-            whole = operand.leaves
-            read = self._read(fused, fused.parameters[number].name) if number in fused.parameters else None
-            if read is None or len(whole) != 1:
-                _move(cost, whole)
-            elif whole[0].space == 0:
-                cost.hbm_bytes += min(read, whole[0].bytes)
-        for number, (leaf, part) in enumerate(zip(instruction.leaves, _outputs(fused), strict=False)):
-            if number in outputs:
-                continue
-            written = self._written(fused, part)
-            if written is None:
-                _move(cost, [leaf])
-            elif leaf.space == 0:
-                cost.hbm_bytes += min(written, leaf.bytes)
+            if number not in passing_operands:
+                moved.append((operand.leaves, self._read(fused, fused.parameters[number].name)))
+        parts = fused.operands(fused.root) if fused.root.opcode == "tuple" else [fused.root]
+        for number, (leaf, part) in enumerate(zip(instruction.leaves, parts, strict=False)):
+            if number not in passing_outputs:
+                moved.append(((leaf,), self._written(fused, part)))
+        for arrays, part_bytes in moved:
+            if part_bytes is None or len(arrays) != 1:
+                _move(cost, arrays)
+            elif arrays[0].space == HBM:
+                cost.hbm_bytes += min(part_bytes, arrays[0].bytes)
 
     def _read(self, fused: Computation, name: str) -> float | None:
         """Bytes that a fusion reads of its parameter ``name``; None: all."""
         total = 0.0
         for user in fused.users.get(name, []):
             first = user.operands[0] == name
-            if user.opcode in ("dynamic-slice", "slice", "gather") and first:
-                total += sum(leaf.bytes for leaf in user.leaves)
+            part: float | None = None
+            if user.opcode in _SLICES and first:
+                part = sum(leaf.bytes for leaf in user.leaves)
             elif user.opcode == "dynamic-update-slice" and first:
-                pass  # updated in place: nothing is read
-            else:
-                part = None
-                if user.opcode in ("bitcast", "reshape"):
-                    part = self._read(fused, user.name)
-                elif user.opcode == "fusion" and user.called:
-                    inner = self.named(user.called)
-                    part = self._read(inner, inner.parameters[user.operands.index(name)].name)
-                if part is None:
-                    return None
-                total += part
+                part = 0  # updated in place: nothing is read
+            elif user.opcode in _VIEWS:
+                part = self._read(fused, user.name)
+            elif user.opcode == "fusion":
+                (inner,) = self.module.called(user)
+                part = self._read(inner, inner.parameters[user.operands.index(name)].name)
+            if part is None:
+                return None
+            total += part
         return total
 
     def _written(self, fused: Computation, part: Instruction) -> float | None:
@@ -292,36 +259,12 @@ class Counter:
         if part.opcode == "dynamic-update-slice":
             update = fused.by_name.get(part.operands[1])
             return sum(leaf.bytes for leaf in update.leaves) if update else None
-        if part.opcode in ("bitcast", "reshape") and part.operands[0] in fused.by_name:
+        if part.opcode in _VIEWS and part.operands[0] in fused.by_name:
             return self._written(fused, fused.by_name[part.operands[0]])
-        if part.opcode == "fusion" and part.called:
-            inner = self.named(part.called)
+        if part.opcode == "fusion":
+            (inner,) = self.module.called(part)
             return self._written(inner, inner.root)
         return None
-
-    def body(self, loop: Instruction) -> Computation:
-        return self.named(loop.attribute(r"body=%?([^\s,]+)"))
-
-    def branches(self, instruction: Instruction) -> list[Computation]:
-        """The computations among which a conditional chooses."""
-        several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-        pair = r"(?:true|false)_computation=%?([^\s,]+)"
-        names = several.split(",") if several else re.findall(pair, instruction.attributes)
-        return [self.named(name.strip().lstrip("%")) for name in names]
-
-    def named(self, name: str | None) -> Computation:
-        return self.module.computations[name or ""]
-
-
-def _chain(fused: Computation, target: str) -> str | None:
-    """The chain_id of the asynchronous collective that a fusion starts or ends, None if it doesn't.
-
-    Args:
-        target: ``AsyncCollectiveStart`` or ``AsyncCollectiveDone``.
-    """
-    if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
-        return None
-    return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
 
 
 def _passing(fused: Computation, instruction: Instruction) -> tuple[set[int], set[int]]:
@@ -340,12 +283,8 @@ def _cycles(instruction: Instruction) -> int:
 
 
 def _move(cost: Cost, moved: Iterable[Leaf]) -> None:
-    """Adds the bytes of arrays that are read or written."""
     for leaf in moved:
-        cost.hbm_bytes += leaf.hbm_bytes
-        cost.host_bytes += leaf.host_bytes
-
-
-def _outputs(fused: Computation) -> list[Instruction]:
-    """The instructions that make a fusion's outputs."""
-    return fused.operands(fused.root) if fused.root.opcode == "tuple" else [fused.root]
+        if leaf.space == HBM:
+            cost.hbm_bytes += leaf.bytes
+        elif leaf.space == HOST:
+            cost.host_bytes += leaf.bytes

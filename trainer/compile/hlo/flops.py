@@ -16,7 +16,6 @@ from shardwright.compile.hlo.text import Instruction
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
-    """FLOPs of a dot."""
     contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
     left = operands[0].leaves[0].dims
     return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
@@ -27,21 +26,15 @@ def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> 
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None or len(operands) < 2:
         return 0.0
-    left, right, out = (
-        dict(zip(text, leaf.dims, strict=False))
-        for text, leaf in zip(
-            labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True
-        )
-    )
+    shapes = [each.leaves[0].dims for each in (*operands[:2], convolution)]
+    left, right, out = (dict(zip(text, dims, strict=False)) for text, dims in zip(labels.groups(), shapes, strict=True))
     window = convolution.attribute(r"window=\{([^}]*)\}") or ""
     batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
     work = left["b"] / batch_groups * right["i"] * right["o"]
-    for number, dimension in enumerate(sorted(key for key in right if key.isdigit())):
-        stride, left_dilation, right_dilation = (
-            int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")
-        )
+    for number, dimension in enumerate(sorted(filter(str.isdigit, right))):
         low = int(_window(window, "pad", number, "0_0").split("_")[0])
-        work *= _valid(left[dimension], out[dimension], right[dimension], stride, low, left_dilation, right_dilation)
+        factors = [int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")]
+        work *= _valid(left[dimension], out[dimension], right[dimension], low, *factors)
     return 2.0 * work
 
 
@@ -52,7 +45,7 @@ def _window(window: str, key: str, number: int, default: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
+def _valid(size: int, out: int, kernel: int, low: int, stride: int, left_dilation: int, right_dilation: int) -> int:
     """Counts the pairs of an output and a kernel position that meet an input element, in one spatial dimension."""
     position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
     inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)

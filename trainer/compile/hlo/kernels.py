@@ -17,16 +17,11 @@ _PHASES = {1: "dq", 2: "dkv", 3: "forward"}  # by how many scratch arrays a kern
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Is it a Pallas kernel?"""
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: float) -> Work | None:
-    """The work of one run of a kernel; None if it is none of ours.
-
-    Args:
-        flops_a_byte: the chip's, which decides how large tiles are.
-    """
+    """The work of one run of a kernel; None if it is none of ours. The chip's ``flops_a_byte`` decides its tiles."""
     operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
     outputs = list(kernel.leaves)
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
@@ -35,7 +30,7 @@ def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: flo
     lists = [leaf for leaf in operands[:2] if _whole(leaf) and len(leaf.dims) == 3]
     if len(lists) == 2 and len(numbers) >= 3 and {len(leaf.dims) for leaf in numbers[:3]} in ({3}, {4}):
         # beside the lists: two arrays of segments if there are documents, and one of positions if there is a mask
-        masked = len([leaf for leaf in operands[2:] if _whole(leaf)]) % 2 == 1
+        masked = sum(map(_whole, operands[2:])) % 2 == 1
         return _attention(lists[0], numbers, outputs, masked)
     if len(outputs) == 1 and len(numbers) >= 2 and len(numbers[0].dims) == 2:
         return _grouped(operands, numbers, outputs[0], flops_a_byte)

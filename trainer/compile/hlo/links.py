@@ -22,12 +22,7 @@ _KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 
 
 @dataclass(frozen=True)
 class Ring:
-    """A group of chips along one dimension of the torus.
-
-    Args:
-        chips: the group's, along it.
-        links: links of a chip that a gather uses; a shared link counts in part.
-    """
+    """A group's ``chips`` along one dimension of the torus; ``links`` of each for a gather, a shared one in part."""
 
     chips: int
     links: float
@@ -35,27 +30,22 @@ class Ring:
 
 @dataclass
 class Links:
-    """The links of a mesh on a slice.
-
-    Args:
-        ici, dcn: each axis's factor within a slice and over slices, in mesh order.
-        efficiency: reached part of the bandwidth of ICI and of DCN.
-    """
+    """The links of a mesh on a slice."""
 
     topology: Topology
-    ici: Sequence[int]
-    dcn: Sequence[int]
-    efficiency: tuple[float, float] = (1.0, 1.0)
+    ici: Sequence[int]  # factor of each axis within a slice, in mesh order
+    dcn: Sequence[int]  # and over slices
+    efficiency: tuple[float, float] = (1.0, 1.0)  # reached part of the bandwidth of ICI and of DCN
 
     @cached_property
     def coordinates(self) -> list[tuple[int, ...]]:
         """Position in the mesh → the chip's coordinates in its slice."""
         where = self.topology
-        shape = (*where.shape, 1) if len(where.shape) == 2 else where.shape
+        shape = (*where.shape, 1)[:3]
         places = itertools.product(range(where.slices), *map(range, reversed(shape)))
         devices = [
-            Device(number, tuple(reversed(place[1:])), 0, place[0], _KINDS[where.chip.name])
-            for number, place in enumerate(places)
+            Device(number, tuple(reversed(place)), 0, index, _KINDS[where.chip.name])
+            for number, (index, *place) in enumerate(places)
         ]
         return [device.coords for device in in_mesh_order(devices, self.ici, self.dcn)]
 
@@ -67,8 +57,8 @@ class Links:
             if len(places) == 1:
                 continue
             stride = min(b - a for a, b in itertools.pairwise(places))
-            size, wrapped = self.topology.shape[dimension], self.topology.wrap[dimension]
-            closed = wrapped and len(places) * stride == size and size > 2
+            size = self.topology.shape[dimension]
+            closed = self.topology.wrap[dimension] and len(places) * stride == size > 2
             found.append(Ring(len(places), (2 if closed else 1) / stride))
         return found
 

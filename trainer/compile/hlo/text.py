@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-_HBM, _HOST = 0, 5  # memory spaces, as a layout's S(n) names them; 1 is VMEM
+HBM, HOST = 0, 5  # memory spaces, as a layout's S(n) names them; 1 is VMEM
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "e": 0}  # of types whose names hold no number of bits
-_DTYPE_BITS = re.compile(r"[a-z]+?(\d+)")
 _LEAF = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
+_CALLED = re.compile(r", (?:calls|to_apply|body|(?:called|branch|true|false)_computations?)=(\{[^}]*\}|[^\s,]+)")
 _PARENTHESIS = re.compile(r"[()]")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a shape; ``space`` is its memory: 0 HBM, 1 VMEM, 5 the host's. Sizes are without padding."""
+    """One array of a shape; ``space`` is its memory: :data:`HBM`, :data:`HOST` or another. Sizes are unpadded."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -38,24 +38,16 @@ class Leaf:
     def bytes(self) -> int:
         return -(-self.elements * dtype_bits(self.dtype) // 8)
 
-    @property
-    def hbm_bytes(self) -> int:
-        return self.bytes if self.space == _HBM else 0
-
-    @property
-    def host_bytes(self) -> int:
-        return self.bytes if self.space == _HOST else 0
-
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 @lru_cache(maxsize=256)
 def dtype_bits(dtype: str) -> int:
-    """Bits of an element in memory: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``."""
-    if dtype in _BITS:
-        return _BITS[dtype]
-    match = _DTYPE_BITS.match(dtype)
+    """Bits of an element in memory: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``, 0 for a token."""
+    if dtype == "pred":
+        return 8
+    match = re.match(r"[a-z]+?(\d+)", dtype)
     return int(match[1]) if match else 0
 
 
@@ -66,7 +58,7 @@ def leaves(shape: str) -> tuple[Leaf, ...]:
     for dtype, dims, layout in _LEAF.findall(shape):
         space = _SPACE.search(layout)
         sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
-        found.append(Leaf(dtype, sizes, int(space[1]) if space else _HBM))
+        found.append(Leaf(dtype, sizes, int(space[1]) if space else HBM))
     return tuple(found)
 
 
@@ -92,13 +84,7 @@ class Instruction:
         return match[1] if match else None
 
     @property
-    def called(self) -> str | None:
-        """The name of the computation that a fusion, call, async start or reduction runs."""
-        return self.attribute(r"(?:calls|to_apply|called_computations)=\{?%?([^\s,}]+)")
-
-    @property
     def op_name(self) -> str:
-        """The path of scopes in the metadata, empty if there is none."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
@@ -126,10 +112,10 @@ class Computation:
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Instruction's name → the instructions that take it as an operand."""
-        users: dict[str, list[Instruction]] = {}
+        users = defaultdict(list)
         for instruction in self.instructions:
             for operand in instruction.operands:
-                users.setdefault(operand, []).append(instruction)
+                users[operand].append(instruction)
         return users
 
     @property
@@ -137,7 +123,6 @@ class Computation:
         return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that make the operands of ``instruction``."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
 
@@ -148,18 +133,19 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
 
+    def called(self, instruction: Instruction) -> list[Computation]:
+        """The computations that a fusion, call, async start, loop (its body) or conditional (its branches) runs."""
+        found = " ".join(_CALLED.findall(instruction.attributes))
+        return [self.computations[name] for name in re.findall(r"[^\s,{}%]+", found)]
+
 
 def parse(text: str) -> Module:
-    """Reads a module's text.
-
-    Raises:
-        ValueError: it has no ENTRY computation.
-    """
+    """Reads a module's text; raises ValueError if it has no ENTRY computation."""
     computations: dict[str, Computation] = {}
     entry = current = None
     for line in text.splitlines():
         if line.startswith(" "):
-            if current is not None and (instruction := _instruction(line)) is not None:
+            if current is not None and (instruction := _instruction(line)):
                 current.instructions.append(instruction)
         elif (header := _HEADER.match(line)) and not line.startswith("HloModule"):
             current = computations[header[2]] = Computation(header[2])
@@ -191,7 +177,6 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """The position at which the parenthesis that opens at ``start`` closes; the line's length if it doesn't."""
     depth = 0
     for match in _PARENTHESIS.finditer(line, start):
         depth += 1 if match[0] == "(" else -1

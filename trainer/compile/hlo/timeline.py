@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from shardwright.compile.hlo.cost import Cost, Counter
 from shardwright.compile.hlo.kernels import is_kernel, kernel_work
 from shardwright.compile.hlo.text import Computation, Instruction
-from shardwright.models.ops.kernel_cost import Work
 from shardwright.xla.chips import Chip
 
 # a network's name stands for waiting: something is sent while nothing is computed
@@ -37,51 +36,37 @@ CAUSES = {
 
 
 @dataclass
-class Spent:
-    """Seconds of one execution, by cause."""
+class Run:
+    """One run of a computation so far: its seconds by cause, and its transfers."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    until: dict[str, float] = field(default_factory=dict)  # network → when all that was started is sent
+    # name of the awaiting instruction → (network, when its transfer is done)
+    awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
     @property
-    def total(self) -> float:
+    def now(self) -> float:
         return sum(self.seconds.values())
 
     def add(self, cause: str, seconds: float) -> None:
         if seconds > 0:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
 
-    def add_all(self, other: Spent, times: float = 1) -> None:
+    def add_all(self, other: Run, times: float = 1) -> None:
         for cause, seconds in other.seconds.items():
             self.add(cause, times * seconds)
 
-
-@dataclass
-class Queue:
-    """The transfers of one computation, in seconds since it began.
-
-    Args:
-        until: network → when all that was started is sent.
-        awaited: name of the awaiting instruction → (network, when its transfer is done).
-    """
-
-    until: dict[str, float] = field(default_factory=dict)
-    awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
-
-    def delay(self, network: str, now: float, seconds: float) -> None:
+    def delay(self, network: str, seconds: float) -> None:
         """Makes the network's pending transfers end later."""
+        now = self.now
         if self.until.get(network, 0.0) > now:
             self.until[network] += seconds
-        for instruction, ends in self.awaited.items():
-            later = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
-            self.awaited[instruction] = later
+        for ends in self.awaited.values():
+            ends[:] = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
 
 
 def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of one execution by cause, a key of :data:`CAUSES`.
-
-    Args:
-        efficiency: as :func:`shardwright.compile.report.estimate.efficiencies` gives it.
-    """
+    """Seconds of one execution by cause, a key of :data:`CAUSES`; ``efficiency`` is `report.estimate.efficiencies`'."""
     return _Schedule(counter, chip, efficiency).computation(counter.module.entry).seconds
 
 
@@ -91,70 +76,67 @@ class _Schedule:
     def __init__(self, counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> None:
         self.counter, self.chip, self.efficiency = counter, chip, efficiency
         self.bandwidth = chip.hbm_bandwidth * efficiency["hbm"]
-        self.known: dict[str, Spent] = {}
+        self.known: dict[str, Run] = {}
 
-    def computation(self, computation: Computation) -> Spent:
-        """The seconds of one run."""
+    def computation(self, computation: Computation) -> Run:
         if computation.name not in self.known:
-            spent, queue = Spent(), Queue()
+            run = Run()
             for instruction in computation.instructions:
-                for network, end in queue.awaited.pop(instruction.name, ()):
-                    spent.add(network, end - spent.total)
-                self._instruction(spent, queue, computation, instruction)
-            self.known[computation.name] = spent
+                for network, end in run.awaited.pop(instruction.name, ()):
+                    run.add(network, end - run.now)
+                self._instruction(run, computation, instruction)
+            self.known[computation.name] = run
         return self.known[computation.name]
 
-    def _instruction(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction) -> None:
+    def _instruction(self, run: Run, computation: Computation, instruction: Instruction) -> None:
         counter, opcode = self.counter, instruction.opcode
         if opcode == "while":
             trips, _ = counter.trips(computation, instruction)
-            spent.add_all(self.computation(counter.body(instruction)), trips)
-        elif opcode == "conditional":
-            spent.add_all(max(map(self.computation, counter.branches(instruction)), key=lambda branch: branch.total))
-        elif opcode == "call":
-            spent.add_all(self.computation(counter.named(instruction.called)))
+            run.add_all(self.computation(*counter.module.called(instruction)), trips)
+        elif opcode in ("conditional", "call"):
+            branches = map(self.computation, counter.module.called(instruction))
+            run.add_all(max(branches, key=lambda branch: branch.now))
         elif opcode in ("call-start", "async-start"):
-            self._send(spent, queue, computation, instruction, counter.computation(counter.named(instruction.called)))
+            (called,) = counter.module.called(instruction)
+            self._send(run, computation, instruction, counter.computation(called))
         else:
             own = counter.own(computation, instruction)
-            self._send(spent, queue, computation, instruction, own)
+            self._send(run, computation, instruction, own)
             if not opcode.endswith(("-start", "-done")):
-                spent.add(*self._operation(computation, instruction, own))
+                run.add(*self._operation(computation, instruction, own))
 
     def _operation(self, computation: Computation, instruction: Instruction, own: Cost) -> tuple[str, float]:
         """(cause, seconds) of an operation."""
-        chip = self.chip
+        chip, moved = self.chip, own.hbm_bytes / self.bandwidth
         if is_kernel(instruction) and (work := kernel_work(computation, instruction, chip.flops_a_byte)):
             if not work.flops:
                 return "rest", work.hbm_bytes / self.bandwidth
-            return ("grouped" if work.kind.endswith("gmm") else work.kind), self._kernel(work)
+            reached = self.efficiency[work.kind]
+            if work.kind.startswith("attention"):  # a narrow head leaves a part of a matrix unit without work
+                reached = min(reached, work.width / chip.mxu)
+            seconds = max(work.flops / (chip.flops * reached), work.hbm_bytes / self.bandwidth)
+            return ("grouped" if work.kind.endswith("gmm") else work.kind), seconds
         if own.kernel_flops:  # another's kernel, with a cost estimate
             return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])
         if own.collectives and not own.cycles:  # it moves the collective's bytes alone
             return "rest", 0.0
-        cycles, moved = own.cycles / (chip.clock * self.efficiency["compiler"]), own.hbm_bytes / self.bandwidth
+        cycles = own.cycles / (chip.clock * self.efficiency["compiler"])
         if own.flops:
             return "products", max(cycles, moved, own.flops / chip.flops)
         return "rest", moved or cycles
 
-    def _kernel(self, work: Work) -> float:
-        reached = self.efficiency[work.kind]
-        if work.kind.startswith("attention"):  # a narrow head leaves a part of a matrix unit without work
-            reached = min(reached, work.width / self.chip.mxu)
-        return max(work.flops / (self.chip.flops * reached), work.hbm_bytes / self.bandwidth)
-
-    def _send(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction, own: Cost) -> None:
+    def _send(self, run: Run, computation: Computation, instruction: Instruction, own: Cost) -> None:
         """Queues an instruction's transfers; without a later instruction that awaits them, the schedule does."""
         sent = [(key.network, traffic.seconds) for key, traffic in own.collectives.items()]
         if own.host_bytes:
             sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.efficiency["host"])))
         awaiting = self.counter.end(computation, instruction) if sent else None
         for network, seconds in sent:
-            left = max(queue.until.get(network, 0.0) - spent.total, 0.0)
+            left = max(run.until.get(network, 0.0) - run.now, 0.0)
             if awaiting is None:  # shares the links with earlier transfers, which end so much later
-                queue.delay(network, spent.total, seconds)
-                spent.add(network, seconds + min(seconds, left))
+                run.delay(network, seconds)
+                run.add(network, seconds + min(seconds, left))
             else:
-                end = spent.total + left + seconds
-                queue.until[network] = end
-                queue.awaited.setdefault(awaiting.name, []).append((network, end))
+                end = run.now + left + seconds
+                run.until[network] = end
+                run.awaited.setdefault(awaiting.name, []).append((network, end))

@@ -15,28 +15,24 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     The compiler's annotation if there is one; else from the counter's start and step, and the constant that the
     condition compares it with. A 64-bit counter is compared in two halves: the one with a limit above 0 counts.
     """
-    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-    if known:
+    if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition = module.computations[loop.attribute(r"condition=%?([^\s,]+)") or ""]
-    body = module.computations[loop.attribute(r"body=%?([^\s,]+)") or ""]
+    (body,) = module.called(loop)
     found = []
     for compare in condition.instructions:
         if compare.opcode == "fusion":
             compare = _unfused(module, compare)
-        limit = _limit(condition, compare)
-        if limit is None or limit[1] <= 0:
-            continue
-        index, bound = limit
-        start = _initial(computation, loop, index)
-        step = _step(body, index)
-        found.append(-(-(bound - (start or 0)) // (step or 1)))
+        index, bound = _limit(condition, compare)
+        if bound > 0:
+            start = _constant(_element(computation, computation.by_name.get(loop.operands[0]), index)) or 0
+            found.append(-(-(bound - start) // _step(body, index)))
     return max(found, default=None)
 
 
 def _unfused(module: Module, fusion: Instruction) -> Instruction:
     """Replaces a fusion of one comparison by that comparison, over the fusion's operands."""
-    fused = module.computations[fusion.called or ""]
+    (fused,) = module.called(fusion)
     root = fused.root
     parameters = {p.name: number for number, p in fused.parameters.items()}
     if root.opcode != "compare" or any(name not in parameters for name in root.operands):
@@ -44,36 +40,34 @@ def _unfused(module: Module, fusion: Instruction) -> Instruction:
     return dataclasses.replace(root, operands=[fusion.operands[parameters[name]] for name in root.operands])
 
 
-def _limit(condition: Computation, compare: Instruction) -> tuple[int, int] | None:
-    """(index, bound) if ``compare`` is ``state[index] < bound`` with a constant bound (≤: one more), else None."""
+def _limit(condition: Computation, compare: Instruction) -> tuple[int, int]:
+    """(index, bound) if ``compare`` is ``state[index] < bound`` with a constant bound (≤: one more), else (0, 0)."""
     direction = compare.attribute(r"direction=(\w+)")
     if compare.opcode != "compare" or direction not in ("LT", "LE"):
-        return None
+        return 0, 0
     counter, bound = (_behind(condition, name) for name in compare.operands)
-    if counter is None or bound is None or counter.opcode != "get-tuple-element" or bound.opcode != "constant":
-        return None
-    return int(counter.attribute(r"index=(\d+)") or 0), int(bound.arguments) + (direction == "LE")
+    if counter is None or counter.opcode != "get-tuple-element" or (limit := _constant(bound)) is None:
+        return 0, 0
+    return int(counter.attribute(r"index=(\d+)") or 0), limit + (direction == "LE")
 
 
-def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
-    """The constant value of ``state[index]`` before the loop, None if it is no constant."""
-    state = computation.by_name.get(loop.operands[0])
+def _step(body: Computation, index: int) -> int:
+    """The positive constant that the body adds to ``state[index]``; 1 if it does anything else with it."""
+    value = _element(body, body.root, index)
+    terms = [_behind(body, name) for name in value.operands] if value is not None and value.opcode == "add" else []
+    steps = [step for term in terms if (step := _constant(term)) is not None]
+    return steps[0] if len(steps) == 1 and steps[0] > 0 else 1
+
+
+def _element(computation: Computation, state: Instruction | None, index: int) -> Instruction | None:
+    """The instruction that makes ``state[index]``; None if ``state`` is no tuple of so many."""
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return None
-    value = _behind(computation, state.operands[index])
-    return int(value.arguments) if value is not None and value.opcode == "constant" else None
+    return _behind(computation, state.operands[index])
 
 
-def _step(body: Computation, index: int) -> int | None:
-    """The constant that the body adds to ``state[index]``, None if it does anything else with it."""
-    if body.root.opcode != "tuple" or index >= len(body.root.operands):
-        return None
-    value = _behind(body, body.root.operands[index])
-    if value is None or value.opcode != "add":
-        return None
-    terms = [_behind(body, name) for name in value.operands]
-    steps = [int(t.arguments) for t in terms if t is not None and t.opcode == "constant"]
-    return steps[0] if len(steps) == 1 and steps[0] > 0 else None
+def _constant(instruction: Instruction | None) -> int | None:
+    return int(instruction.arguments) if instruction is not None and instruction.opcode == "constant" else None
 
 
 def _behind(computation: Computation, name: str) -> Instruction | None:

@@ -6,11 +6,12 @@ or its gradient's reduction, must have.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -24,47 +25,32 @@ _DIMS = re.compile(r"\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class CollectiveLine:
-    """All collectives of one kind, over one axis, on behalf of one module.
-
-    Args:
-        axis: mesh axes, ``fsdp×expert``; ``slices`` over DCN.
-        count, bytes, wire_bytes, exposed_bytes: a step's; see :class:`shardwright.compile.hlo.communication.Traffic`.
-        module: the module that the compiler's metadata names; without one, the parameter that fits, or the operation.
-        purpose: ``weights`` (one layer's are gathered), ``stack`` (all layers' are), ``gradients``, or empty:
-            activations and the rest.
-        shape: of the largest.
-        unplanned: why it should not be there; empty if nothing is known against it.
-    """
+    """All collectives of one kind, over one axis, on behalf of one module; numbers are a step's `Traffic`."""
 
     kind: str
-    axis: str
+    axis: str  # mesh axes, `fsdp×expert`; `slices` over DCN
     count: float
     bytes: float
     wire_bytes: float
     exposed_bytes: float
-    module: str
-    purpose: str
+    module: str  # that the compiler's metadata names; without one, the parameter that fits, or the operation
+    purpose: str  # `weights` (of one layer), `stack` (of all layers), `gradients`; empty: activations and the rest
     network: str
-    shape: str
-    unplanned: str
+    shape: str  # of the largest
+    unplanned: str  # why it should not be there; empty if nothing is known against it
 
 
 def collective_lines(
     collectives: Mapping[Collective, Traffic], lowered: LoweredGraph, exchange: str | None
 ) -> list[CollectiveLine]:
-    """One line for each kind, axis, module and purpose; most wire bytes first.
-
-    Args:
-        exchange: the axis over which tokens are meant to be exchanged, None if they are not.
-    """
+    """One line for each kind, axis, module and purpose, most wire bytes first; ``exchange``: as of `Expected`."""
     parameters = Parameters(lowered)
-    grouped: dict[tuple[str, ...], list[tuple[Collective, Traffic]]] = {}
+    grouped = defaultdict(list)
     for key, traffic in collectives.items():
         purpose, names = parameters.behind(key)
         module = key.module if "." in key.module or not names else " or ".join(names[:2])
         why = _unplanned(key, traffic, purpose, names, parameters, exchange)
-        group = (key.kind, key.axis, module, purpose, key.network, why)
-        grouped.setdefault(group, []).append((key, traffic))
+        grouped[key.kind, key.axis, module, purpose, key.network, why].append((key, traffic))
     lines = []
     for (kind, axis, module, purpose, network, why), members in grouped.items():
         total = Traffic()
@@ -91,7 +77,7 @@ def _unplanned(
     if key.kind == "all-to-all" and exchange is not None and key.axis != exchange and not parameters.sums(key):
         return f"an all-to-all over {key.axis}; tokens are exchanged over {exchange}"
     gathers = key.kind in ("all-gather", "all-reduce") and _axes(key) & parameters.batch_axes
-    if gathers and key.axis != exchange and parameters.holds_batch(key):
+    if gathers and key.axis != exchange and max(_elements(key.shape), default=0) >= max(parameters.batch_elements, 2):
         return f"activations of the whole batch over {key.axis}, which splits it: the layout was lost there"
     return ""
 
@@ -111,11 +97,10 @@ class Parameters:
 
         Sizes can agree by chance: then several parameters are named.
         """
-        axes, sizes = _axes(key), _elements(key.shape)
-        found: dict[str, list[str]] = {}
+        found = defaultdict(list)
         for weight in self.weights:
-            if purpose := self._purpose(weight, key.kind, axes, sizes):
-                found.setdefault(purpose, []).append(weight.name)
+            if purpose := self._purpose(weight, key.kind, _axes(key), _elements(key.shape)):
+                found[purpose].append(weight.name)
         # prefer one layer's: the recipe plans no gather of all layers
         return min(found.items(), key=lambda item: item[0] == "stack", default=("", []))
 
@@ -135,11 +120,11 @@ class Parameters:
 
     def sums(self, key: Collective) -> bool:
         """Can an all-to-all be the reduction of a matrix's gradient, of its parts or of the rest after some rings?"""
-        sizes, axes = _elements(key.shape), _axes(key)
         for weight in self.weights:
             layers = _layers(weight)
             parts = {math.prod(weight.shape) // layers // part for part in range(1, math.prod(self.mesh.values()) + 1)}
-            if layers > 1 and len(weight.shape) == 3 and axes <= self._sharded(weight) and sizes & parts:
+            fits = layers > 1 and len(weight.shape) == 3 and _axes(key) <= self._sharded(weight)
+            if fits and _elements(key.shape) & parts:
                 return True
         return False
 
@@ -154,25 +139,18 @@ class Parameters:
                 return weight.name
         return ""
 
-    def holds_batch(self, key: Collective) -> bool:
-        """Does it move an array with at least as many elements as the global batch?"""
-        return any(size >= max(self.batch_elements, 2) for size in _elements(key.shape))
-
     def _sharded(self, argument: Argument) -> set[str]:
-        """The axes that split any of its dimensions."""
-        return {axis for axes in self._axes_of(argument) for axis in axes}
+        return set().union(*self._axes_of(argument))
 
     def _axes_of(self, argument: Argument) -> tuple[tuple[str, ...], ...]:
         return axes_of_dimensions(argument.sharding, len(argument.shape), tuple(self.mesh.items()))
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], ...]:
-    """For each dimension of a tensor, the mesh axes along which its shards differ.
+    """For each dimension of a tensor, the axes of ``mesh`` (axis, size) along which its shards differ.
 
-    Args:
-        sharding: HLO's text: ``{replicated}``, ``{devices=[8,1]<=[8]}``, ``{devices=[4,1,2]0,1,…}``.
-        mesh: (axis, size) in mesh order; device ids are positions in it.
+    ``sharding`` is HLO's text: ``{replicated}``, ``{devices=[8,1]<=[8]}``, ``{devices=[4,1,2]0,1,…}``.
     """
     match = re.match(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", sharding)
     if match is None:
@@ -182,7 +160,7 @@ def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ..
     place = np.empty((len(ids), len(tiles)), int)  # device → its tile's index in each dimension
     place[ids] = np.stack(np.unravel_index(np.arange(len(ids)), tiles), axis=1)
     grid = place.reshape(*(size for _, size in mesh), len(tiles))
-    axes: list[tuple[str, ...]] = []
+    axes = []
     for dimension in range(rank):
         index = grid[..., dimension]
         axes.append(tuple(name for n, (name, _) in enumerate(mesh) if (index != index.take([0], axis=n)).any()))

@@ -6,6 +6,7 @@ change each (``--efficiency``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,21 +27,15 @@ class Efficiency:
 _AXLEARN = "github.com/apple/axlearn, commit c40b39a5: v5p, 2 sequences of 8,192, window 1,024, 110 heads of 128"
 _JAX = "docs.jax.dev/en/latest/pallas/tpu/matmul.html: v5e, bfloat16"
 
+_CYCLES = f"{_JAX}: XLA's product of 8,192³ in 6.05 ms, for which the compiler's cycles are 6.37 ms (step_times.py)"
+_FORWARD = f"{_AXLEARN}: forward in 7.2 ms, which is 1.33e12 FLOPs in blocks of 512"
+_BACKWARD = f"{_AXLEARN}: backward in 30.1 ms with one kernel, said to save up to 14 % over our two"
+_GMM = f"{_JAX}: Pallas in tiles of 512 × 1,024 × 1,024, 78.5 % at 4,096³, 91.5 at 8,192³"
 EFFICIENCIES: dict[str, Efficiency] = {
-    "compiler": Efficiency(
-        1.0,
-        "the speed that the compiler's cycles mean",
-        f"{_JAX}: XLA's product of 8,192³ in 6.05 ms, for which the compiler's cycles are 6.37 ms (step_times.py)",
-    ),
-    "attention_forward": Efficiency(
-        0.40, "peak FLOP/s", f"{_AXLEARN}: forward in 7.2 ms, which is 1.33e12 FLOPs in blocks of 512"
-    ),
-    "attention_backward": Efficiency(
-        0.30, "peak FLOP/s", f"{_AXLEARN}: backward in 30.1 ms with one kernel, said to save up to 14 % over our two"
-    ),
-    "gmm": Efficiency(
-        0.85, "peak FLOP/s", f"{_JAX}: Pallas in tiles of 512 × 1,024 × 1,024, 78.5 % at 4,096³, 91.5 at 8,192³"
-    ),
+    "compiler": Efficiency(1.0, "the speed that the compiler's cycles mean", _CYCLES),
+    "attention_forward": Efficiency(0.40, "peak FLOP/s", _FORWARD),
+    "attention_backward": Efficiency(0.30, "peak FLOP/s", _BACKWARD),
+    "gmm": Efficiency(0.85, "peak FLOP/s", _GMM),
     "tgmm": Efficiency(0.785, "peak FLOP/s", f"{_JAX}: the lower of the two, since tiles are half as wide here"),
     "hbm": Efficiency(1.0, "HBM bandwidth", "none found: the bandwidth of the chip's page"),
     "ici": Efficiency(1.0, "ICI bandwidth", "none found: the ring model of jax-ml.github.io/scaling-book/sharding"),
@@ -52,8 +47,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
 def efficiencies(text: str = "") -> dict[str, float]:
     """Kind → reached part of the peak: :data:`EFFICIENCIES`, overridden by ``text``, ``gmm=0.9,ici=0.8``.
 
-    Raises:
-        UserError: an unknown kind; a value outside (0, 1].
+    Raises UserError for an unknown kind, and a value outside (0, 1].
     """
     values = {kind: each.value for kind, each in EFFICIENCIES.items()}
     for word in filter(None, text.replace(" ", "").split(",")):
@@ -65,42 +59,29 @@ def efficiencies(text: str = "") -> dict[str, float]:
                 why="an efficiency belongs to one of the kinds that the estimate tells apart",
                 instead=did_you_mean(kind, values) + "one of: " + ", ".join(values),
             )
-        values[kind] = _part(word, number)
+        try:
+            values[kind] = float(number)
+        except ValueError:
+            values[kind] = math.nan
+        if not 0 < values[kind] <= 1:
+            raise UserError(
+                asked=f"--efficiency {word}",
+                found=f"{number!r}" if number else "no value",
+                why="it is the part of a peak that is reached",
+                instead=f"a number above 0, at most 1: {kind}=0.8",
+            )
     return values
-
-
-def _part(word: str, number: str) -> float:
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise UserError(
-            asked=f"--efficiency {word}",
-            found=f"{number!r}" if number else "no value",
-            why="it is the part of a peak that is reached",
-            instead=f"a number above 0, at most 1: {word.partition('=')[0]}=0.8",
-        )
-    return value
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's estimated time.
-
-    Args:
-        seconds: the sum of ``shares``.
-        tokens_per_second: a chip's; None if the step's tokens are not known.
-        mfu: model FLOPs over the chip's peak in that time; None without model FLOPs.
-        shares: cause → seconds, in the order of :data:`shardwright.compile.hlo.timeline.CAUSES`.
-        efficiency: the efficiencies that the user changed.
-    """
+    """A step's estimated time."""
 
     seconds: float
-    tokens_per_second: float | None
-    mfu: float | None
-    shares: dict[str, float]
-    efficiency: dict[str, float]
+    tokens_per_second: float | None  # of a chip, if the step's tokens are known
+    mfu: float | None  # model FLOPs over the chip's peak in that time, if they are known
+    shares: dict[str, float]  # cause → seconds, in the order of `hlo.timeline.CAUSES`
+    efficiency: dict[str, float]  # those that the user changed
 
 
 def estimate(

@@ -26,19 +26,12 @@ from shardwright.xla.chips import Chip, Topology
 
 @dataclass(frozen=True)
 class Expected:
-    """Facts known before the compile, beside which the report sets the compiler's numbers.
+    """Facts known before the compile, beside which the report sets the compiler's numbers."""
 
-    Args:
-        model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
-        exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
-        tokens: of one step on all chips; None: their rate is not estimated.
-        efficiency: overrides, as :func:`shardwright.compile.report.estimate.efficiencies` reads them.
-    """
-
-    model_flops: float | None = None
-    exchange: str | None = None
-    tokens: int | None = None
-    efficiency: str = ""
+    model_flops: float | None = None  # of one step on all chips, as MFU counts them (no recomputation)
+    exchange: str | None = None  # axis over which tokens are to be exchanged: an all-to-all over another is flagged
+    tokens: int | None = None  # of one step on all chips
+    efficiency: str = ""  # overrides, as `report.estimate.efficiencies` reads them
 
 
 @dataclass(frozen=True)
@@ -53,24 +46,18 @@ class ModuleLine:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Lower bounds of a step's seconds, one for each of the chip's peaks; estimates.
+    """Lower bounds of a step's seconds, one for each of the chip's peaks; estimates."""
 
-    Args:
-        compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes, each divided by the chip's peak.
-        cycles: the compiler's cycles of matrix products, divided by the clock. Kernels and collectives have none, so
-            kernels' FLOPs over the peak and exposed bytes over the bandwidth of all links are added. Cycles of other
-            operations are left out: they say several times the time (docs/tpu.md).
-        bound: the name of the longest.
-        mfu_bound: MFU at that time; None without model FLOPs.
-    """
-
-    compute: float
-    hbm: float
+    compute: float  # FLOPs over the chip's peak
+    hbm: float  # bytes over the bandwidth, as those of the links
     ici: float
     dcn: float
+    # the compiler's cycles of matrix products, divided by the clock. Kernels and collectives have none, so kernels'
+    # FLOPs over the peak and exposed bytes over the bandwidth of all links are added. Cycles of other operations are
+    # left out: they say several times the time (docs/tpu.md).
     cycles: float
-    bound: str
-    mfu_bound: float | None
+    bound: str  # name of the longest
+    mfu_bound: float | None  # MFU at that time, if the model's FLOPs are known
 
     @property
     def seconds(self) -> float:
@@ -78,31 +65,22 @@ class Roofline:
 
     @property
     def times(self) -> dict[str, float]:
-        return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "dcn": self.dcn, "cycles": self.cycles}
+        return {name: getattr(self, name) for name in ("compute", "hbm", "ici", "dcn", "cycles")}
 
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """The HBM of a chip that one of a run's graphs takes.
-
-    Args:
-        graph: ``train step``, ``evaluation``, …
-        fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
-        required_bytes: as in :class:`shardwright.compile.report.memory.MemorySizes`.
-        held_bytes: the part of the run's state that is in HBM but no argument of this graph: optimizer state during an
-            evaluation.
-        error: why the compiler refused it; empty if it did not.
-    """
+    """The HBM of a chip that one of a run's graphs takes; sizes are as in `MemorySizes`."""
 
     graph: str
-    fits: bool
+    fits: bool  # the chip has `needed_bytes`, and the compiler did not refuse it
     required_bytes: int
-    held_bytes: int
+    held_bytes: int  # of the run's state in HBM that is no argument: optimizer state during an evaluation
     temp_bytes: int
     compile_seconds: float
     wall_seconds: float
     largest_buffers: tuple[Buffer, ...]
-    error: str
+    error: str  # why the compiler refused it, or empty
 
     @property
     def needed_bytes(self) -> int:
@@ -111,50 +89,33 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class CompileReport(MemorySizes):
-    """All numbers of a compiled train step, and the memory of the run's other graphs.
+    """All numbers of a compiled train step, and the memory of the run's other graphs."""
 
-    Args:
-        fits: every compiled graph does.
-        devices: chips of all slices.
-        chip_hbm_bytes: usable by a program.
-        model_flops: a chip's part of :attr:`Expected.model_flops`.
-        hbm_bytes, host_traffic_bytes: read and written there.
-        estimated_cycles: the compiler's, loops multiplied out, without custom kernels.
-        compile_seconds, wall_seconds: CPU and wall time of the compiling process.
-        modules: by cycles, most first.
-        kernel_flops, kernels, loops: as in :class:`shardwright.compile.hlo.cost.Cost`.
-        error: why the compiler refused the step; empty if it fits.
-        graphs: the train step, then the others (:meth:`beside`).
-        estimate: the train step's time; 0 without a compiled step.
-        uncompiled: names of the run's graphs that need no compile: each is the train step with fewer tokens.
-        values: as in :class:`shardwright.compile.lowered_graph.LoweredGraph`.
-    """
-
-    fits: bool
+    fits: bool  # every compiled graph does
     topology: str
     slices: int
-    devices: int
+    devices: int  # of all slices
     mesh: dict[str, int]
-    chip_hbm_bytes: int
+    chip_hbm_bytes: int  # usable by a program
     flops: float
-    model_flops: float | None
-    hbm_bytes: float
+    model_flops: float | None  # a chip's part of `Expected.model_flops`
+    hbm_bytes: float  # read and written there, as on the host
     host_traffic_bytes: float
-    estimated_cycles: float
-    compile_seconds: float
+    estimated_cycles: float  # the compiler's, loops multiplied out, without custom kernels
+    compile_seconds: float  # CPU time of the compiling process
     wall_seconds: float
-    kernel_flops: float
-    modules: tuple[ModuleLine, ...]
+    kernel_flops: float  # as in `Cost`, with kernels and loops
+    modules: tuple[ModuleLine, ...]  # by cycles, most first
     kernels: dict[str, float]
     loops: dict[str, int]
     collectives: tuple[CollectiveLine, ...]
     largest_buffers: tuple[Buffer, ...]
     roofline: Roofline
-    error: str
-    graphs: tuple[GraphMemory, ...]
-    estimate: Estimate
-    uncompiled: tuple[str, ...] = ()
-    values: tuple[LayerValue, ...] = ()
+    error: str  # why the compiler refused the step; empty if it fits
+    graphs: tuple[GraphMemory, ...]  # the train step, then those of `beside`
+    estimate: Estimate  # of the train step; 0 seconds if it was not compiled
+    uncompiled: tuple[str, ...] = ()  # names of the run's graphs that are the train step with fewer tokens
+    values: tuple[LayerValue, ...] = ()  # as in `LoweredGraph`
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """Merges the memory of another graph of the same run into the verdict of this step, which fits."""
@@ -172,7 +133,6 @@ class CompileReport(MemorySizes):
         return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``, under the names above."""
         return dataclasses.asdict(self)
 
     @property
@@ -181,12 +141,10 @@ class CompileReport(MemorySizes):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a chip sends over ICI."""
         return _sum(self.collectives, "wire_bytes", "ici")
 
     @property
     def exposed_bytes(self) -> float:
-        """The part of :attr:`wire_bytes` that is sent while nothing is computed."""
         return _sum(self.collectives, "exposed_bytes", "ici")
 
 
@@ -211,42 +169,48 @@ def make_report(
         buffers: the allocations, and the buffers alive at the peak.
         dcn: mesh axis → number of slices that it spans; None: one each.
     """
-    module = parse(hlo) if hlo else None
+    module, chip = parse(hlo) if hlo else None, where.chip
     efficiency = efficiencies(expected.efficiency)
     cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
     sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
+    modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
     tokens = None if expected.tokens is None else expected.tokens / where.devices
-    largest = _name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered)
-    fits, error = "error" not in result, result.get("error", "")
-    seconds = (result["cpu_seconds"], result["wall_seconds"])
-    graph = GraphMemory(lowered.graph, fits, sizes.required_bytes, 0, sizes.temp_bytes, *seconds, largest, error)
+    graph = GraphMemory(
+        graph=lowered.graph,
+        fits="error" not in result,
+        required_bytes=sizes.required_bytes,
+        held_bytes=0,
+        temp_bytes=sizes.temp_bytes,
+        compile_seconds=result["cpu_seconds"],
+        wall_seconds=result["wall_seconds"],
+        largest_buffers=_name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered),
+        error=result.get("error", ""),
+    )
+    repeated = ("fits", "compile_seconds", "wall_seconds", "largest_buffers", "error")
     return CompileReport(
         **vars(sizes),
-        fits=fits,
+        **{name: getattr(graph, name) for name in repeated},
         topology=where.name,
         slices=where.slices,
         devices=where.devices,
         mesh=dict(lowered.mesh),
-        chip_hbm_bytes=_usable_hbm(limit, where.chip),
+        # the compiler's limit, if it told one; the chip's own number where both agree, since messages round
+        chip_hbm_bytes=chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit,
         flops=cost.flops,
         model_flops=model_flops,
         hbm_bytes=cost.hbm_bytes,
         host_traffic_bytes=cost.host_bytes,
         estimated_cycles=cost.cycles,
-        compile_seconds=seconds[0],
-        wall_seconds=seconds[1],
         kernel_flops=cost.kernel_flops,
-        modules=_modules(cost),
+        modules=tuple(sorted(modules, key=lambda line: (-line.cycles, -line.hbm_bytes))),
         kernels=cost.kernels,
         loops=cost.loops,
         collectives=tuple(collectives),
-        largest_buffers=largest,
-        roofline=_roofline(cost, collectives, where.chip, model_flops),
-        error=error,
+        roofline=_roofline(cost, collectives, chip, model_flops),
         graphs=(graph,),
-        estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
+        estimate=estimate(seconds_by_cause, chip, tokens, model_flops, efficiency),
         values=lowered.values,
     )
 
@@ -262,11 +226,6 @@ def _measure(
     return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
 
 
-def _usable_hbm(limit: int, chip: Chip) -> int:
-    """The compiler's limit, if it told one; the chip's own number where both agree, since messages round."""
-    return chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit
-
-
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:
     """Names buffers that no module made (a sum of gradients, a cast) after the weight of their shape."""
     parameters, found = Parameters(lowered), []
@@ -276,25 +235,16 @@ def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Bu
     return tuple(found)
 
 
-def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
-    lines = [ModuleLine(name, share.flops, share.hbm_bytes, share.cycles) for name, share in cost.modules.items()]
-    return tuple(sorted(lines, key=lambda line: (-line.cycles, -line.hbm_bytes)))
-
-
 def _roofline(cost: Cost, lines: Sequence[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
+    bandwidths = {"ici": chip.ici_bandwidth, "dcn": chip.dcn_bandwidth}
+    exposed = [_sum(lines, "exposed_bytes", network) / bandwidth for network, bandwidth in bandwidths.items()]
     times = {
         # some kernels don't tell their FLOPs, but the model's have to be done
         "compute": max(cost.flops, model_flops or 0) / chip.flops,
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
-        "ici": _sum(lines, "wire_bytes", "ici") / chip.ici_bandwidth,
-        "dcn": _sum(lines, "wire_bytes", "dcn") / chip.dcn_bandwidth,
-        "cycles": cost.product_cycles / chip.clock
-        + cost.kernel_flops / chip.flops
-        + _sum(lines, "exposed_bytes", "ici") / chip.ici_bandwidth
-        + _sum(lines, "exposed_bytes", "dcn") / chip.dcn_bandwidth,
+        **{network: _sum(lines, "wire_bytes", network) / bandwidth for network, bandwidth in bandwidths.items()},
+        "cycles": sum(exposed, cost.product_cycles / chip.clock + cost.kernel_flops / chip.flops),
     }
     bound = max(times, key=lambda name: times[name])
-    mfu = None
-    if model_flops is not None and times[bound] > 0:
-        mfu = model_flops / chip.flops / times[bound]
+    mfu = model_flops / chip.flops / times[bound] if model_flops is not None and times[bound] > 0 else None
     return Roofline(**times, bound=bound, mfu_bound=mfu)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
-from shardwright.compile.report.estimate import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.units import size
 
@@ -30,7 +29,6 @@ ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
 def verdict(report: CompileReport) -> str:
-    """Says whether the run fits, and how much of a chip's HBM its largest graph takes."""
     word, largest = "Fits" if report.fits else "Does not fit", report.largest_graph
     share = largest.needed_bytes / report.chip_hbm_bytes
     used = f"{size(largest.needed_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
@@ -51,15 +49,6 @@ def estimate_line(report: CompileReport) -> str:
     return ", ".join(parts) + (f" (with --efficiency {changed})" if changed else "")
 
 
-def efficiency_rows(report: CompileReport) -> list[tuple[str, ...]]:
-    """Cells under :data:`EFFICIENCY_HEADER`."""
-    changed = report.estimate.efficiency
-    return [
-        (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
-        for kind, each in EFFICIENCIES.items()
-    ]
-
-
 def share_rows(report: CompileReport) -> list[tuple[str, float]]:
     """(cause, seconds) of the estimated step."""
     return [(CAUSES[cause], seconds) for cause, seconds in report.estimate.shares.items() if seconds]
@@ -67,23 +56,16 @@ def share_rows(report: CompileReport) -> list[tuple[str, float]]:
 
 def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
     """Cells under :data:`GRAPH_HEADER`."""
-    rows: list[tuple[str, ...]] = [
-        (
-            graph.graph,
-            "yes" if graph.fits else "no",
-            size(graph.needed_bytes),
-            size(graph.held_bytes) if graph.held_bytes else "",
-            f"{graph.compile_seconds:,.0f} s",
-        )
-        for graph in report.graphs
-    ]
+    rows: list[tuple[str, ...]] = []
+    for graph in report.graphs:
+        fits, held = "yes" if graph.fits else "no", size(graph.held_bytes) if graph.held_bytes else ""
+        rows.append((graph.graph, fits, size(graph.needed_bytes), held, f"{graph.compile_seconds:,.0f} s"))
     if not report.graphs[0].fits:
         return [*rows, ("the others", "not asked", "", "", "")]
     return rows + [(name, "as the train step", "", "", "") for name in report.uncompiled]
 
 
 def where_it_runs(report: CompileReport) -> str:
-    """The slices, their chips, and the mesh."""
     slices = f"{report.slices} slices of " if report.slices > 1 else ""
     mesh = " × ".join(f"{axis}={n}" for axis, n in report.mesh.items())
     return f"{slices}{report.topology}, {report.devices} chips, mesh {mesh}"
@@ -138,6 +120,17 @@ def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
     ]
 
 
+def buffer_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Bytes, part of the HBM, shape, module and name of the largest graph's largest buffers."""
+    hbm, buffers = report.chip_hbm_bytes, report.largest_graph.largest_buffers
+    return [(size(b.bytes), f"{b.bytes / hbm:.1%}", b.shape, b.module, b.name) for b in buffers]
+
+
+def sent_cells(line: CollectiveLine) -> tuple[str, ...]:
+    """A collective's runs, bytes, wire bytes and exposed bytes in a step."""
+    return (f"{line.count:,.0f}", *map(size, (line.bytes, line.wire_bytes, line.exposed_bytes)))
+
+
 def what_for(line: CollectiveLine) -> str:
     """A collective's module and purpose: ``model.layers.*.mlp.experts (gradients)``."""
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
@@ -148,11 +141,3 @@ def flag(line: CollectiveLine) -> str:
     """A collective that should not be there, and why."""
     shape = line.shape if len(line.shape) < 60 else f"{line.shape[:60]} …"
     return f"{line.kind} of {shape} over {line.axis}, {size(line.bytes)} a step: {line.unplanned}"
-
-
-def by_axis(report: CompileReport) -> list[tuple[str, float]]:
-    """(mesh axis, bytes that a chip sends along it), the largest first."""
-    total: dict[str, float] = {}
-    for line in report.collectives:
-        total[line.axis] = total.get(line.axis, 0.0) + line.wire_bytes
-    return sorted(total.items(), key=lambda item: -item[1])

@@ -11,17 +11,13 @@ _MOST_TRIES = 12  # each takes minutes
 def largest_batch(
     arguments: float, known: Mapping[int, float], limit: float, attempt: Callable[[int], float | None]
 ) -> int:
-    """The largest batch a device that fits; 0: not even one row.
+    """The largest batch a device that fits in ``limit`` bytes; 0: not even one row.
 
     Memory is about linear in the batch, except near the limit, where the compiler trades time for memory. So the next
     try is where a line through the known sizes meets the limit, but at least an eighth more while everything fits.
     After a try that left more than half of the open range, the next is its middle.
-
-    Args:
-        arguments: bytes that any batch requires.
-        known: batch → required bytes.
-        limit: available bytes.
-        attempt: compiles a batch; its required bytes, None if it can't be compiled.
+    ``arguments`` are the bytes that any batch requires, ``known`` those of batches. ``attempt`` compiles a batch and
+    returns its bytes, None if it can't be compiled.
     """
     sizes = {0: arguments, **known}
     middle = False

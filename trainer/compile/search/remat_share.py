@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rich.console import Console
 
 from shardwright.compile.compile_job import CompileJob
@@ -11,8 +9,7 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
-from shardwright.step.auto_remat import keep_answer, with_remat
-from shardwright.xla.chips import find_topology
+from shardwright.step.auto_remat import keep_answer
 
 PARTS = 16  # a share is a number of sixteenths
 MARGIN = 0.95  # usable part of the HBM, as a pod compiles with another libtpu than this machine's
@@ -22,17 +19,14 @@ def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, Compile
     """The job with the best share, compiled; the share is printed and kept for runs on that chip.
 
     The best is the estimated fastest of those that fit, since writing and reading values can take longer than computing
-    them again; ``full`` if none fits.
-
-    Raises:
-        UserError: as :meth:`CompileJob.compile`.
+    them again; ``full`` if none fits. Raises UserError as :meth:`CompileJob.compile`.
     """
     reports: dict[int, CompileReport] = {}
     speed: dict[int, float] = {}  # only shares that fit
 
     def attempt(parts: int) -> float:
         with waiting(console, f"compiling with {parts}/{PARTS} of the values kept …"):
-            report = reports[parts] = _with_parts(job, parts).compile()
+            report = reports[parts] = job.with_remat(parts / PARTS).compile()
         needed = report.largest_graph.needed_bytes
         rate = report.estimate.tokens_per_second or 0.0
         fits = f"{rate:,.0f} tokens/s a chip (estimate)" if report.fits else "does not fit"
@@ -48,12 +42,7 @@ def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, Compile
         largest_batch(least, {PARTS: most}, limit, attempt)
     best = max(speed, key=lambda parts: (speed[parts], parts), default=0)
     share = best / PARTS
-    where = find_topology(str(job.options.topology), job.options.slices)
     if reports[best].fits:
-        keep_answer(job.job, where.chip.name, share, reports[best].values)
+        keep_answer(job.job, job.where.chip.name, share, reports[best].values)
     say(console, f"remat:   auto is {share:g} here: --compute remat={share:g}")
-    return _with_parts(job, best), reports[best]
-
-
-def _with_parts(job: CompileJob, parts: int) -> CompileJob:
-    return replace(job, job=with_remat(job.job, parts / PARTS))
+    return job.with_remat(share), reports[best]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -15,10 +14,9 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto
 from shardwright.errors import UserError
-from shardwright.layout.mesh import Mesh
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
-from shardwright.step.auto_remat import AUTO, is_auto, with_remat
+from shardwright.step.auto_remat import AUTO, is_auto
 
 Neighbour = Callable[[], CompileJob]  # makes a neighbour, or raises UserError
 
@@ -27,23 +25,15 @@ _REMAT = ("none", "save_matmuls", AUTO, "full", "offload")
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of compiling a neighbour of a job.
+    """The result of compiling a neighbour of a job; speeds are estimates for one chip."""
 
-    Args:
-        what: the neighbour, for messages.
-        required_bytes: its largest graph's.
-        tokens_per_second, mfu: one chip's, estimated.
-        wall_seconds: the compile time of all its graphs.
-        refused: why it could not be compiled; empty if it could.
-    """
-
-    what: str
+    what: str  # the neighbour, for messages
     fits: bool = False
-    required_bytes: int | None = None
+    required_bytes: int | None = None  # of its largest graph
     tokens_per_second: float | None = None
     mfu: float | None = None
-    wall_seconds: float | None = None
-    refused: str = ""
+    wall_seconds: float | None = None  # to compile all its graphs
+    refused: str = ""  # why it could not be compiled; empty if it could
 
     def __str__(self) -> str:
         if self.refused:
@@ -56,25 +46,20 @@ class Trial:
     @property
     def cells(self) -> tuple[str, ...]:
         """The row under :data:`shardwright.compile.report.summary.TRIED_HEADER`."""
-        return (
-            self.what,
-            "can't be" if self.refused else "yes" if self.fits else "no",
-            size(self.required_bytes) if self.required_bytes is not None else "",
-            f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else "",
-            f"{self.mfu:.1%}" if self.mfu is not None else "",
-            f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused,
-        )
+        fits = "yes" if self.fits else "no"
+        needed = size(self.required_bytes) if self.required_bytes is not None else ""
+        speed = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else ""
+        mfu = f"{self.mfu:.1%}" if self.mfu is not None else ""
+        took = f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused
+        return (self.what, "can't be" if self.refused else fits, needed, speed, mfu, took)
 
 
 def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Trial], auto: bool = False) -> int:
     """Compile neighbours of ``job``, print each result and the fastest; returns the largest batch that fits.
 
     If the job does not fit, it tries other remat policies and meshes at the same batch, and then smaller batches; if it
-    fits, remat ``auto`` and larger batches. Stopped by Ctrl-C or SIGTERM, it prints the fastest so far.
-
-    Args:
-        tried: filled with the job and its neighbours, the fastest first.
-        auto: the job's remat was chosen for its batch, so larger batches are tried with full remat.
+    fits, remat ``auto`` and larger batches, with full remat if that of the job was chosen for its batch (``auto``).
+    Fills ``tried`` with the job and its neighbours, the fastest first, also if Ctrl-C or SIGTERM stops it.
     """
     tried.append(_trial("as asked", report))
     try:
@@ -98,35 +83,36 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
         say(console, f"{result.what}: {result}")
         return result
 
-    known: CompileReport | Trial = report
+    known, policy = tried[0], job.job.recipe.compute.remat
     if not report.fits:
-        remats = () if report.graphs[0].fits else _other_remats(job)  # they change only the train step
-        for what, neighbour in (*remats, *_other_meshes(job)):
-            attempt(what, neighbour)
+        # remat changes only the train step
+        for remat in () if report.graphs[0].fits else _REMAT:
+            if remat != policy:
+                attempt(f"remat {remat}", functools.partial(job.with_remat, remat))
+        for sizes in moved_meshes(job.job.recipe.mesh.ici_sizes(job.job.devices)):
+            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in sizes.items())
+            attempt(what, functools.partial(job.with_mesh, sizes))
     elif auto:
-        job = _with_remat(job, "full")
+        job = job.with_remat("full")
         known = attempt("remat full", lambda: job)
-    elif job.job.recipe.compute.remat in ("full", "offload"):
-        attempt("remat auto", lambda: _with_remat(job, AUTO))
+    elif policy in ("full", "offload"):
+        attempt("remat auto", functools.partial(job.with_remat, AUTO))
     limit = report.chip_hbm_bytes
 
-    def needed(result: CompileReport | Trial) -> float | None:
+    def needed(result: Trial) -> float | None:
         """Required bytes, adjusted to the compiler's verdict, since its messages round them."""
-        found = result.required_bytes if isinstance(result, Trial) else result.largest_graph.needed_bytes
-        if found is None:
+        if result.required_bytes is None:
             return None
-        return min(found, limit) if result.fits else max(found, limit + 1)
+        return min(result.required_bytes, limit) if result.fits else max(result.required_bytes, limit + 1)
 
     most = largest_batch(
         report.argument_bytes,
         {job.job.args.per_device_train_batch_size: needed(known) or 0},
         limit,
-        lambda rows: needed(attempt(f"{rows} rows a device", lambda: _with_batch(job, rows))),
+        lambda rows: needed(attempt(f"{rows} rows a device", functools.partial(job.with_batch, rows))),
     )
-    say(
-        console,
-        f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
-    )
+    found = f"the largest batch found to fit: {most} rows a device"
+    say(console, found if most else "no batch fits: one row is too much")
     return most
 
 
@@ -147,31 +133,8 @@ def _trial(what: str, report: CompileReport) -> Trial:
     return Trial(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
 
 
-def _with_batch(job: CompileJob, batch: int) -> CompileJob:
-    args = replace(job.job.args, per_device_train_batch_size=batch)
-    return replace(job, job=replace(job.job, args=args))
-
-
-def _with_remat(job: CompileJob, remat: str) -> CompileJob:
-    return replace(job, job=with_remat(job.job, remat))
-
-
-def _with_recipe(job: CompileJob, **changes: Any) -> CompileJob:
-    return replace(job, job=replace(job.job, recipe=replace(job.job.recipe, **changes)))
-
-
-def _other_remats(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
-    for remat in _REMAT:
-        if remat != job.job.recipe.compute.remat:
-            yield f"remat {remat}", functools.partial(_with_remat, job, remat)
-
-
-def _other_meshes(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
+def moved_meshes(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Meshes with a factor of two moved between two axes within a slice."""
-    mesh = job.job.recipe.mesh
-    sizes = mesh.ici_sizes(job.job.devices)
     for giver, taker in itertools.permutations(sizes, 2):
         if sizes[giver] % 2 == 0:
-            moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
-            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in moved.items())
-            yield what, functools.partial(_with_recipe, job, mesh=Mesh(dcn=mesh.dcn, **moved))
+            yield {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}

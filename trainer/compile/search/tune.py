@@ -7,15 +7,12 @@ on where it was stopped.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
-import os
 import shlex
-import tempfile
 import time
 from collections.abc import Container, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 
@@ -23,9 +20,10 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.search.remat_share import MARGIN
-from shardwright.compile.search.search import Trial
+from shardwright.compile.search.search import Trial, moved_meshes
 from shardwright.errors import UserError, command
 from shardwright.files.cache import cache_root, digest
+from shardwright.files.folder import Folder
 from shardwright.hosts.versions import code_digest
 from shardwright.layout.load_recipe import shipped_recipes
 from shardwright.report.lines import say, waiting
@@ -36,18 +34,12 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # values of remat
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the job.
-
-    Args:
-        mesh: (axis, size) of all axes within a slice, in mesh order.
-        batch: rows a device.
-        remat: the kept share of the layers' values.
-    """
+    """One way to run the job."""
 
     recipe: str
-    mesh: tuple[tuple[str, int], ...]
-    batch: int
-    remat: float
+    mesh: tuple[tuple[str, int], ...]  # (axis, size) of all axes within a slice, in mesh order
+    batch: int  # rows a device
+    remat: float  # kept share of the layers' values
 
     def __str__(self) -> str:
         mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
@@ -65,11 +57,8 @@ class Setting:
         at = SHARES.index(self.remat)
         if at + 1 < len(SHARES):
             yield replace(self, remat=SHARES[at + 1])
-        sizes = dict(self.mesh)
-        for giver, taker in itertools.permutations(sizes, 2):
-            if sizes[giver] % 2 == 0:
-                moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
-                yield replace(self, mesh=tuple(moved.items()))
+        for sizes in moved_meshes(dict(self.mesh)):
+            yield replace(self, mesh=tuple(sizes.items()))
         if self.batch > 1:
             yield replace(self, batch=self.batch // 2, remat=SHARES[-1])
             yield replace(self, batch=self.batch // 2)
@@ -92,32 +81,25 @@ def _text(trial: Trial) -> str:
     return str(trial).removeprefix("fits, ")
 
 
-@dataclass
 class Tuning:
-    """The settings tried, also kept in a cache file. To fit is to leave room to spare (`remat_share.MARGIN`).
+    """The settings tried, also kept in a cache file. To fit is to leave room to spare (`remat_share.MARGIN`)."""
 
-    Args:
-        minutes: time of this process after which no other setting is tried.
-        cut_short: a setting was not tried for lack of time.
-    """
-
-    args: TrainingArguments
-    options: CompileArguments
-    console: Console
-    minutes: float
-    tried: dict[Setting, Trial] = field(default_factory=dict)
-    cut_short: bool = False
-
-    def __post_init__(self) -> None:
-        self._until = time.monotonic() + 60 * self.minutes
-        self.options = replace(self.options, only_train_step=True)
-        asked = {**self.args.as_dict(), **asdict(self.options), "output_dir": None, "json": None, "report": None}
-        asked |= {"tune": None, "compile_timeout": None}
+    def __init__(self, args: TrainingArguments, options: CompileArguments, console: Console) -> None:
+        self.args, self.options, self.console = args, replace(options, only_train_step=True), console
+        self.cut_short = False  # a setting was not tried for lack of time
+        self._until = time.monotonic() + 60 * options.tune
+        unasked = dict.fromkeys(("output_dir", "json", "report", "tune", "compile_timeout"))
+        asked = {**args.as_dict(), **asdict(self.options), **unasked}
         self.path = cache_root() / "tuned" / f"{digest([json.dumps(asked, default=str), code_digest()])}.json"
-        self.path.parent.mkdir(exist_ok=True)
-        self.tried |= _read(self.path)
+        self.tried: dict[Setting, Trial] = {}
+        # there is none, or none that can be read
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.tried = {
+                Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Trial(**trial)
+                for setting, trial in json.loads(self.path.read_text())
+            }
         if self.tried:
-            say(self.console, f"tune:    {len(self.tried)} settings were tried before")
+            say(console, f"tune:    {len(self.tried)} settings were tried before")
 
     def best(self) -> Setting | None:
         """The fastest setting that fits, found in time; None: none fits."""
@@ -164,15 +146,17 @@ class Tuning:
 
     def _worth(self, setting: Setting) -> bool:
         """Whether ``setting`` may fit: no smaller one of the same recipe and mesh failed to."""
-        for other, found in self.tried.items():
-            same = (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
-            less = other.batch <= setting.batch and other.remat <= setting.remat
-            if same and less and not found.fits and other != setting:
-                return False
-        return True
+        return not any(
+            (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
+            and other.batch <= setting.batch
+            and other.remat <= setting.remat
+            and other != setting
+            for other, found in self.tried.items()
+            if not found.fits
+        )
 
     def attempt(self, setting: Setting) -> Trial:
-        """The trial of ``setting``, compiled unless it was tried; refused if there is no time left."""
+        """The trial of ``setting``, compiled unless it was tried; refused if no time is left."""
         if setting not in self.tried:
             if time.monotonic() > self._until:
                 self.cut_short = True
@@ -194,29 +178,15 @@ class Tuning:
 
     def _write(self) -> None:
         content = [[asdict(setting), asdict(trial)] for setting, trial in self.tried.items()]
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as made:
-            json.dump(content, made)
-        os.replace(made.name, self.path)
-
-
-def _read(path: Path) -> dict[Setting, Trial]:
-    """An earlier process's trials; none if they can't be read."""
-    try:
-        return {
-            Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Trial(**trial)
-            for setting, trial in json.loads(path.read_text())
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+        Folder(self.path.parent).write(self.path.name, json.dumps(content).encode())
 
 
 def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Trial]]:
     """The job of ``args`` in the fastest setting found, and all trials, the fastest first; prints how to run it.
 
-    Raises:
-        UserError: as :meth:`CompileJob.of`; no setting fits.
+    Raises UserError as :meth:`CompileJob.of`, and if no setting fits.
     """
-    tuning = Tuning(args, options, console, options.tune)
+    tuning = Tuning(args, options, console)
     try:
         best = tuning.best()
     except KeyboardInterrupt:
