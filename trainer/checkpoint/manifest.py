@@ -48,9 +48,7 @@ def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
     Raises:
         StorageError: names the file that is gone, or is not what this process wrote.
     """
-    wrong = [
-        name for name, written in files.items() if not folder.exists(name) or folder.size(name) != written["bytes"]
-    ]
+    wrong = [name for name, entry in files.items() if not folder.exists(name) or folder.size(name) != entry["bytes"]]
     if not wrong and (not folder.exists(MANIFEST) or folder.read(MANIFEST) != _as_bytes(files)):
         wrong = [MANIFEST]
     if wrong:
@@ -71,10 +69,6 @@ def is_whole(folder: Folder) -> bool:
     return folder.exists(MANIFEST)
 
 
-def is_tensors(name: str) -> bool:
-    return TENSORS.fullmatch(name) is not None
-
-
 def writer_of(name: str) -> int:
     """The number of the host that wrote a file: each host its own tensors, the first host all else."""
     match = TENSORS.fullmatch(name)
@@ -86,39 +80,30 @@ def format_of(files: Iterable[str]) -> int:
 
 
 def check(
-    folder: Folder, names: Iterable[str] | None = None, progress: Callable[[int], None] = lambda count: None
+    folder: Folder, files: Mapping[str, Checksum] | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Reads files of a checkpoint, by default all, and compares their sizes and checksums with the manifest's.
+    """Reads ``files``, by default all that the manifest lists, and compares their sizes and checksums.
 
     Raises:
         UserError: names the file that is missing, cut short, or changed; or there is no manifest.
     """
-    files = read_manifest(folder)
-    for name in files if names is None else names:
-        check_file(folder, name, files[name], progress)
-
-
-def check_file(
-    folder: Folder, name: str, written: Checksum, progress: Callable[[int], None] = lambda count: None
-) -> None:
-    """Raises UserError unless a file of a checkpoint is as it was ``written``; see :func:`check`."""
-    _check_is_file(folder, name)
-    size = folder.size(name)
-    if size != written["bytes"]:
-        raise damaged(folder, f"{name} has {size:,} bytes, and had {written['bytes']:,} when it was written")
-    if not is_tensors(name) and size > LARGEST:
-        raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
-    state = xxhash.xxh3_64()
-    with folder.open(name, "rb") as file:
-        while block := file.read(BLOCK):
-            state.update(block)
-            progress(len(block))
-    if state.hexdigest() != written["xxh3"]:
-        raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
+    for name, written in (read_manifest(folder) if files is None else files).items():
+        _check_is_file(folder, name)
+        size = folder.size(name)
+        if size != written["bytes"]:
+            raise damaged(folder, f"{name} has {size:,} bytes, and had {written['bytes']:,} when it was written")
+        if size > LARGEST and not TENSORS.fullmatch(name):
+            raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
+        state = xxhash.xxh3_64()
+        with folder.open(name, "rb") as file:
+            while block := file.read(BLOCK):
+                state.update(block)
+                progress(len(block))
+        if state.hexdigest() != written["xxh3"]:
+            raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
 
 
 def _check_is_file(folder: Folder, name: str) -> None:
-    """Raises UserError unless ``name`` is a file of the folder's own."""
     if not folder.exists(name):
         raise damaged(folder, f"{name} is missing")
     if not folder.is_file(name):
@@ -167,16 +152,15 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a checkpoint may hold a file of that name: one of its own folder, or of the tokenizer's in it."""
     base = name.removeprefix(f"{TOKENIZER}/")
-    return base.isprintable() and base not in ("", ".", "..") and not set(base) & set("/\\") and base != MANIFEST
+    return base.isprintable() and base not in ("", ".", "..", MANIFEST) and not set(base) & set("/\\")
 
 
 def _is_checksum(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.keys() != {"bytes", "xxh3"}:
-        return False
-    size, digest = entry["bytes"], entry["xxh3"]
-    return type(size) is int and 0 <= size < 1 << 62 and isinstance(digest, str) and len(digest) == 16
+    match entry:
+        case {"bytes": int(size), "xxh3": str(digest)} if len(entry) == 2:
+            return type(size) is int and 0 <= size < 1 << 62 and len(digest) == 16
+    return False
 
 
 def remove(folder: Folder) -> None:
@@ -186,7 +170,6 @@ def remove(folder: Folder) -> None:
 
 
 def damaged(folder: Folder, found: str) -> UserError:
-    """The error that says how a checkpoint's files are damaged."""
     return UserError(
         asked=f"the checkpoint {folder}",
         found=found,
@@ -205,4 +188,4 @@ def _as_bytes(files: Any, version: Any = None) -> bytes:
 def ours(names: Sequence[str]) -> bool:
     """Whether our saves write all these names of files, so that their folder may be removed."""
     known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS}
-    return all(name in known or name.endswith(TEMPORARY) or is_tensors(name) for name in names)
+    return all(name in known or name.endswith(TEMPORARY) or TENSORS.fullmatch(name) for name in names)

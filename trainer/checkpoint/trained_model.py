@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,11 +13,13 @@ from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.weights.adapter_weights import weights_of
+from shardwright.report.lines import waiting
+from shardwright.weights.adapter_weights import files_of, weights_of
+from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.peft_files import save_adapter
 from shardwright.weights.place import place_parameters
-from shardwright.weights.weight_sources import Source
-from shardwright.weights.write_model import write_model
+from shardwright.weights.weight_sources import Source, part_and_rest
 from shardwright.xla.device_mesh import DeviceMesh
 
 
@@ -49,9 +52,15 @@ class TrainedModel:
 
         The weights are those of ``source``, by default those being trained.
         """
-        folder = folder if hosts().first else UnwrittenFolder(str(folder))
-        live = LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
-        write_model(self.job, folder, source or live, self.base, self.tokenizer, self.console)
+        folder, facts = folder if hosts().first else UnwrittenFolder(str(folder)), self.job.facts
+        source = source or LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
+        with waiting(self.console, f"writing {folder} …"):
+            if self.job.lora is not None:
+                save_adapter(folder, files_of(self.job), source, self.tokenizer, self.console)
+                return
+            # a copy, since a model's config is written with the dtype of its weights
+            whole = part_and_rest(source, self.base, facts.names_in_whole)
+            export(folder, copy.deepcopy(facts.whole), whole, self.tokenizer, console=self.console)
 
     def in_checkpoint(self, folder: Folder) -> Source:
         """The weights in a checkpoint of this run.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -42,6 +42,7 @@ PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
+_FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
 @dataclass
@@ -70,15 +71,13 @@ class HubWeights:
         self.watch: Callable[[int], None] = lambda count: None
         self.tensors = {name: tensor for file in files for name, tensor in _open(asked, file, self._count).items()}
         self.groups = self._match()
-        self.twins = _twins(model)
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, torch.dtype] = {}
+        self.tied = {name: set(names) for names in parameter_names(model) for name in names}
         self.group_of: dict[str, Group] = {}
+        found: dict[str, torch.Tensor] = {}  # on meta
         for first, group in self.groups.items():
             for name, lazy in self._convert(first, group).items():
-                shapes[name], dtypes[name], self.group_of[name] = tuple(lazy.shape), lazy.dtype, group
-        self._check(shapes)
-        self._check_dtypes(dtypes)
+                found[name], self.group_of[name] = lazy.like, group
+        self._check(found)
         self._check_tied()
 
     @property
@@ -89,7 +88,7 @@ class HubWeights:
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
-        for twin in (name, *self.twins.get(name, ())):
+        for twin in (name, *self.tied.get(name, ())):
             if twin in self.group_of:
                 lazy = self._convert(twin, self.group_of[twin])[twin]
                 return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
@@ -114,10 +113,8 @@ class HubWeights:
             name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
             if name not in state and tensor in state:  # it has the model's own name already
                 name, pattern = rename_source_key(tensor, [], [], prefix, state)
-            if pattern is None:
-                groups.setdefault(name, Group(WeightRenaming(tensor, name))).members.append((tensor, tensor))
-            else:
-                groups.setdefault(name, Group(by_pattern[pattern])).members.append((pattern, tensor))
+            transform = WeightRenaming(tensor, name) if pattern is None else by_pattern[pattern]
+            groups.setdefault(name, Group(transform)).members.append((pattern or tensor, tensor))
         return groups
 
     def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
@@ -142,57 +139,49 @@ class HubWeights:
             ) from error
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
 
-    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless every parameter has values of its shape and no tensor is left over."""
+    def _check(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
         state = self.model.state_dict()
-        keys = SimpleNamespace(missing_keys=set(state) - set(shapes), unexpected_keys=set(shapes) - set(state))
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        absent = {name for name in keys.missing_keys if name in parameters}
+        keys = SimpleNamespace(missing_keys=set(state) - set(found), unexpected_keys=set(found) - set(state))
+        absent = keys.missing_keys & self.tied.keys()
         # semi-private: transformers/modeling_utils.py, transformers 5.23; drops the names that a family says to ignore
         self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
-        missing = (keys.missing_keys - absent) | {n for n in absent if not shapes.keys() & self.twins.get(n, set())}
-        extra = keys.unexpected_keys
-        wrong = [
-            f"{name} {list(shapes[name])} where the config says {list(state[name].shape)}"
-            for name in shapes.keys() & state.keys()
-            if shapes[name] != tuple(state[name].shape)
+        missing = (keys.missing_keys - absent) | {n for n in absent if not found.keys() & self.tied[n]}
+        known = found.keys() & state.keys()
+        misshapen = [
+            f"{name} {list(found[name].shape)} where the config says {list(state[name].shape)}"
+            for name in known
+            if found[name].shape != state[name].shape
         ]
-        kinds = (("missing", missing), ("left over", extra), ("of another shape", wrong))
-        found = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
-        if found:
+        kinds = (("missing", missing), ("left over", keys.unexpected_keys), ("of another shape", misshapen))
+        wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
+        if wrong:
             raise UserError(
                 asked=f"--model {self.asked}",
-                found="tensors " + "; tensors ".join(found),
+                found="tensors " + "; tensors ".join(wrong),
                 why=f"they do not fit its config (a {type(self.model).__name__}): training would start from other "
                 "weights than these without a word",
                 instead="the config.json that the weights were saved with, and all of the files",
             )
-
-    def _check_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raises UserError where a floating-point parameter has other numbers in the files."""
-        state = self.model.state_dict()
-        floating = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
-        wrong = [
-            f"{name} in {dtype}"
-            for name, dtype in dtypes.items()
-            if name in state and state[name].is_floating_point() and dtype not in floating
-        ]
-        if wrong:
+        floating = {name: found[name].dtype for name in known if state[name].is_floating_point()}
+        other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]
+        if other:
             raise UserError(
                 asked=f"--model {self.asked}",
-                found=f"{len(wrong)} tensors of no floating-point numbers: {first_names(wrong)}",
+                found=f"{len(other)} tensors of no floating-point numbers: {first_names(other)}",
                 why="they are quantized, or of another kind: taken as they stand they would be other weights",
                 instead="the checkpoint in bfloat16 or float32",
             )
 
     def _check_tied(self) -> None:
         """Raises UserError where the files hold a tied parameter under two names, with different values."""
-        for name, twins in self.twins.items():
-            for twin in sorted(twins & self.group_of.keys()):
-                if name < twin and name in self.group_of and not _equal(self(name), self(twin)):
+        for names in parameter_names(self.model):
+            held = sorted(self.group_of.keys() & set(names))
+            for twin in held[1:]:
+                if not _equal(self(held[0]), self(twin)):
                     raise UserError(
                         asked=f"--model {self.asked}",
-                        found=f"{name} and {twin} differ in its files",
+                        found=f"{held[0]} and {twin} differ in its files",
                         why="its config ties them (tie_word_embeddings), so one of the two would be lost",
                         instead='"tie_word_embeddings": false in its config.json',
                     )
@@ -233,7 +222,7 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def _fetched(name: str) -> Path:
-    """Fetches a hub id's files into the hub's cache; their folder."""
+    """The folder of a hub id's files in the hub's cache."""
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises many kinds
@@ -266,7 +255,11 @@ def _files(name: str, folder: Path) -> list[Path]:
             f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)",
         )
     try:
-        names = _indexed(folder / INDEX)
+        with _opened(folder / INDEX) as index:
+            names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))
+        for file in names:
+            if not file.endswith(".safetensors") or not file.isprintable() or set(file) & set("/\\"):
+                raise ValueError(f"it names {file[:200]!r}, which is no safetensors file beside it")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _unreadable(name, folder / INDEX, error) from error
     absent = [file for file in names if not os.path.isfile(folder / file)]
@@ -280,30 +273,10 @@ def _files(name: str, folder: Path) -> list[Path]:
     return [folder / file for file in names]
 
 
-def _indexed(index: Path) -> list[str]:
-    """The file names in an index.
-
-    Raises:
-        ValueError: one is no name of a safetensors file in the index's folder. Other types: it is no index.
-    """
-    names = sorted(set(json.loads(_content(index, 0, LARGEST))["weight_map"].values()))
-    for name in names:
-        if not name.endswith(".safetensors") or not name.isprintable() or set(name) & set("/\\"):
-            raise ValueError(f"it names {name[:200]!r}, which is no safetensors file beside it")
-    return names
-
-
-def _content(file: Path, start: int, size: int) -> bytes:
-    """Reads at most ``size`` bytes of a file from ``start`` on.
-
-    Raises:
-        OSError: it is no regular file (a pipe may never have a writer), or there is none.
-    """
+def _opened(file: Path) -> IO[bytes]:
     if not file.is_file():
-        raise OSError("no regular file")
-    with file.open("rb") as opened:
-        opened.seek(start)
-        return opened.read(size)
+        raise OSError("no regular file")  # a pipe may never have a writer
+    return file.open("rb")
 
 
 def _check_header(file: Path) -> None:
@@ -316,8 +289,9 @@ def _check_header(file: Path) -> None:
             raise ValueError(f"{twice[:200]!r} stands twice in its header")
         return found
 
-    size = int.from_bytes(_content(file, 0, 8), "little")
-    json.loads(_content(file, 8, min(size, LARGEST)), object_pairs_hook=unique)
+    with _opened(file) as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        json.loads(opened.read(min(size, LARGEST)), object_pairs_hook=unique)
 
 
 def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, LazyArray]:
@@ -347,16 +321,15 @@ def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
     )
 
 
-def _twins(model: nn.Module) -> dict[str, set[str]]:
-    """A tied parameter's name -> its other names."""
-    by_parameter: dict[int, set[str]] = defaultdict(set)
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, of which a tied one has several."""
+    found: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter[id(parameter)].add(name)
-    return {name: names - {name} for names in by_parameter.values() if len(names) > 1 for name in names}
+        found[id(parameter)].append(name)
+    return list(found.values())
 
 
-def _equal(one: Array, other: Array, rows: int = 4096) -> bool:
-    """Whether two arrays hold the same values; reads ``rows`` rows at a time."""
-    rest = [slice(0, size) for size in one.shape[1:]]
-    parts: Iterable[Any] = (slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows))
-    return all(torch.equal(one[(part, *rest)], other[(part, *rest)]) for part in parts)
+def _equal(one: Array, other: Array) -> bool:
+    """Whether two arrays hold the same values; reads 4096 rows at a time."""
+    parts = [(slice(i, i + 4096), *[slice(None)] * (len(one.shape) - 1)) for i in range(0, one.shape[0], 4096)]
+    return all(torch.equal(one[part], other[part]) for part in parts)

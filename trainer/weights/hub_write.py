@@ -7,10 +7,11 @@ shapes beforehand. So a file's header is written first, and its tensors follow a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +25,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray
+from shardwright.files.arrays import LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.report.bars import byte_bar
-from shardwright.weights.hub_read import INDEX, WEIGHTS
+from shardwright.weights.hub_read import INDEX, WEIGHTS, parameter_names
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.weight_sources import Source
-
-KEY_FORMATS = ("original", "new")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ExportFormat:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.key_format not in KEY_FORMATS:
+        if self.key_format not in ("original", "new"):
             raise UserError(
                 asked=f"key format {self.key_format!r}",
                 found="it is none of the known ones",
@@ -107,25 +106,21 @@ def export(
     """
     folder = folder if isinstance(folder, Folder) else Folder(str(folder))
     tensors = hub_tensors(model, source, form.key_format)
-    dtypes = {
-        name: form.dtype if form.dtype and lazy.dtype.is_floating_point else lazy.dtype
-        for name, lazy in tensors.items()
-    }
+    dtypes = {n: form.dtype if form.dtype and t.dtype.is_floating_point else t.dtype for n, t in tensors.items()}
     sizes = {name: lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items()}
-    total = sum(sizes.values())
     # wide dtypes first, so that each tensor lies at a multiple of its own width
     files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
-    before = [name for name in folder.names() if _is_weights(name)]
-    with byte_bar(console or Console(quiet=True), "writing weights", total) as advance:
-        _write_description(folder, model, tokenizer, _widest(dtypes.values()))
+    # the dtype that holds all of these: frozen weights may be stored in a narrower one
+    widest = max(dtypes.values(), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    before = [n for n in folder.names() if n in (WEIGHTS, INDEX) or Path(n).match("model-*.safetensors")]
+    with byte_bar(console or Console(quiet=True), "writing weights", sum(sizes.values())) as advance:
+        _write_description(folder, model, tokenizer, widest)
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # else old files and new ones would look like one checkpoint
         write_files(folder, files, tensors, dtypes, advance)
     if WEIGHTS not in files:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         folder.write(INDEX, json.dumps(index, indent=2).encode())
     for name in before:
         if name not in files and (name != INDEX or WEIGHTS in files):
@@ -135,38 +130,22 @@ def export(
 def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict[str, Lazy]:
     """The hub's name -> values of a checkpoint of ``model``; nothing is read yet."""
     # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
-    tied = getattr(model, "all_tied_weights_keys", {})
-    twins: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        twins.setdefault(id(parameter), []).append(name)
+    tied, ignored = getattr(model, "all_tied_weights_keys", {}), set(model._keys_to_ignore_on_save or ())
+    groups = parameter_names(model)
     # a tied parameter is written once, under the name to which the others are tied
-    written = {next((name for name in group if name not in tied), group[0]): group[0] for group in twins.values()}
-    parameters = {name for group in twins.values() for name in group}
+    written = {next((name for name in group if name not in tied), group[0]): group[0] for group in groups}
+    parameters = set(itertools.chain(*groups))
     written |= {name: name for name in model.state_dict() if name not in parameters}  # buffers
-    ignored = set(model._keys_to_ignore_on_save or ())
-    last = _Last(source)
-    tensors = {name: Lazy.of(last.array(known)) for name, known in written.items() if name not in ignored}
+    # parameters are read whole: the hub's tensors that are cut from one follow each other
+    read = keeping_last(lambda name: whole(source(name)))
+
+    def leaf(name: str) -> Lazy:
+        array = source(name)
+        return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]))
+
+    tensors = {name: leaf(known) for name, known in written.items() if name not in ignored}
     # it wants tensors; a Lazy passes for one
     return revert_weight_conversion(model, tensors) if key_format == "original" else tensors  # type: ignore[arg-type, return-value]
-
-
-class _Last:
-    """Reads parameters whole and keeps the last one: the hub's tensors that are cut from it follow each other."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.name, self.values = source, "", torch.empty(0)
-
-    def array(self, name: str) -> Array:
-        array = self.source(name)
-        return LazyArray(tuple(array.shape), array.dtype, lambda where: self.read(name)[where])
-
-    def read(self, name: str) -> torch.Tensor:
-        if name != self.name:
-            self.name, self.values = "", torch.empty(0)  # freed first, so that two are never held
-            array = self.source(name)
-            self.values = array[tuple(slice(0, size) for size in array.shape)]
-            self.name = name
-        return self.values
 
 
 def write_files(
@@ -177,7 +156,7 @@ def write_files(
     advance: Callable[[int], None],
 ) -> None:
     """Writes the files one after the other; if one fails, removes those already written."""
-    written: list[str] = []
+    written = []
     try:
         for file, names in files.items():
             with folder.writing(file) as out:
@@ -198,31 +177,25 @@ def write_files(
 def _write_description(
     folder: Folder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> None:
-    """Writes the small files, through a folder on disk, since transformers writes nowhere else."""
-    model.config.dtype = dtype
-    model.config.architectures = [type(model).__name__]
-    for config in (model.config, model.config.get_text_config()):
-        vars(config).pop("quantization_config", None)  # these weights are plain
-    with tempfile.TemporaryDirectory() as scratch:
-        model.config.save_pretrained(scratch)
+    config = model.config
+    config.dtype, config.architectures = dtype, [type(model).__name__]
+    base, generation = config.name_or_path, model.generation_config
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # these weights are plain
+    with tempfile.TemporaryDirectory() as scratch:  # transformers writes on a disk alone
+        config.save_pretrained(scratch)
         if model.can_generate():
+            with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
+                generation = GenerationConfig.from_pretrained(base, local_files_only=True) if base else generation
             # not by save_pretrained, which refuses some of the hub's generation configs
-            _generation_config(model).to_json_file(Path(scratch) / "generation_config.json")
+            generation.to_json_file(Path(scratch, "generation_config.json"))  # type: ignore[union-attr]
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        _copy_processor(model.config.name_or_path, Path(scratch))
+        _copy_processor(base, Path(scratch))
         for path in sorted(Path(scratch).rglob("*")):
             if path.is_file():
                 place = path.relative_to(scratch).parent
                 (folder / str(place) if place.name else folder).write(path.name, path.read_bytes())
-
-
-def _generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """The generation config of the checkpoint that the config came from, else the family's."""
-    if model.config.name_or_path:
-        with contextlib.suppress(OSError, ValueError):
-            return GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)
-    return model.generation_config  # type: ignore[return-value]
 
 
 def _copy_processor(base: str | None, folder: Path) -> None:
@@ -233,12 +206,3 @@ def _copy_processor(base: str | None, folder: Path) -> None:
             found = cached_file(base, name, local_files_only=True) if base else None
         if found is not None and not (folder / name).exists():
             shutil.copy(found, folder / name)
-
-
-def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of these: frozen weights may be stored in a narrower one."""
-    return max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
-
-
-def _is_weights(name: str) -> bool:
-    return name in (WEIGHTS, INDEX) or (name.startswith("model-") and name.endswith(".safetensors"))

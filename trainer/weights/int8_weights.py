@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices, keeping_last
 from shardwright.layout.plan import ShardingPlan
 from shardwright.models.adapters.int8 import SCALE, to_int8
 from shardwright.weights.weight_sources import Source
@@ -18,42 +18,19 @@ def with_int8(source: Source, plan: ShardingPlan) -> Source:
 
     Rows are rounded whole and read once. The host holds the rows of one parameter, and all scales, which are small.
     """
-    rounding = _Rounding(source)
+    rounded = keeping_last(lambda name: dict[_Rows, torch.Tensor]())
+    scales: dict[tuple[str, _Rows], torch.Tensor] = {}
     names = {member for entry in plan.parameters if entry.dtype == torch.int8 for member in plan.members(entry.name)}
 
-    def int8_source(name: str) -> Array:
-        base = name.removesuffix(SCALE)
-        if base not in names:
-            return source(name)
-        shape, scales = tuple(source(base).shape), name != base
-        return LazyArray(
-            (*shape[:-1], 1) if scales else shape,
-            torch.float32 if scales else torch.int8,
-            lambda where: rounding.read(base, where[:-1], scales=scales)[..., where[-1]],
-        )
-
-    return int8_source
-
-
-class _Rounding:
-    """Rounds rows, and keeps those of the parameter read last, and every scale."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._name, self._values = "", dict[_Rows, torch.Tensor]()
-        self._scales: dict[tuple[str, _Rows], torch.Tensor] = {}
-
-    def read(self, name: str, rows: Slices, *, scales: bool) -> torch.Tensor:
-        """The rounded ``rows`` of the parameter ``name``, or their scales."""
-        array = self.source(name)
+    def read(name: str, rows: Slices, *, scale: bool) -> torch.Tensor:
+        array = source(name)
         key = tuple(place.indices(size)[:2] for place, size in zip(rows, array.shape, strict=False))
-        if scales and (name, key) in self._scales:
-            return self._scales[name, key]
-        if name != self._name:
-            self._name, self._values = name, {}
-        if key not in self._values:
+        if scale and (name, key) in scales:
+            return scales[name, key]
+        values = rounded(name)
+        if key not in values:
             try:
-                self._values[key], self._scales[name, key] = to_int8(array[(*rows, slice(0, array.shape[-1]))])
+                values[key], scales[name, key] = to_int8(array[(*rows, slice(0, array.shape[-1]))])
             except ValueError as error:
                 raise UserError(
                     asked=f"{name} in int8",
@@ -61,4 +38,17 @@ class _Rounding:
                     why="integers have none",
                     instead="--base_dtype bfloat16, or a checkpoint without such values",
                 ) from error
-        return self._scales[name, key] if scales else self._values[key]
+        return scales[name, key] if scale else values[key]
+
+    def int8_source(name: str) -> Array:
+        base = name.removesuffix(SCALE)
+        if base not in names:
+            return source(name)
+        shape, scale = tuple(source(base).shape), name != base
+        return LazyArray(
+            (*shape[:-1], 1) if scale else shape,
+            torch.float32 if scale else torch.int8,
+            lambda where: read(base, where[:-1], scale=scale)[..., where[-1]],
+        )
+
+    return int8_source

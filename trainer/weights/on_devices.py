@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from shardwright.files.arrays import Array, Layer, LazyArray, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices, keeping_last, layer_of
 from shardwright.hosts.hosts import hosts
-from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
 from shardwright.weights.place import layer_batches, read_layer
 from shardwright.xla import sharding
@@ -31,10 +31,10 @@ class LiveWeights:
         self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self.model, self.plan, self.mesh, self.parameters = model, plan, mesh, parameters
-        batches = layer_batches([entry for entry in plan.parameters if is_stacked(entry.name)])
+        self._batches = layer_batches([entry for entry in plan.parameters if is_stacked(entry.name)])
         self._row_of = {
-            member: (entry, batch, index)
-            for batch in batches
+            member: (entry, number, index)
+            for number, batch in enumerate(self._batches)
             for entry in batch
             for index, member in enumerate(plan.members(entry.name))
         }
@@ -45,32 +45,25 @@ class LiveWeights:
             if is_stacked(name)
             for layer, member in enumerate(layer_names(name, len(buffer)))
         }
-        self._rows: tuple[object, dict[str, torch.Tensor]] = (None, {})  # of one layer, on the devices
+        self._rows = keeping_last(self._read_rows)
 
     def __call__(self, name: str) -> Array:
         """A parameter or persistent buffer as an array; reading any slice fetches the whole."""
         name = self.plan.aliases.get(name, name)
         if name in self._row_of:
-            entry, _, _ = self._row_of[name]
-            return _fetch_when_read(entry.shape[1:], entry.dtype, lambda: self._row(name))
+            entry, number, index = self._row_of[name]
+            return _fetch_when_read(entry.shape[1:], entry.dtype, lambda: self._rows((number, index))[entry.name])
         if name in self._buffers:
             buffer, layer = self._buffers[name]
-            return Layer(_fetch_when_read(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
+            return layer_of(_fetch_when_read(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
         tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
         return _fetch_when_read(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
-    def _row(self, name: str) -> torch.Tensor:
-        entry, batch, index = self._row_of[name]
-        key = (batch[0].name, index)
-        if self._rows[0] != key:
-            self._rows = (None, {})  # freed first, so that two layers are never held
-            self._rows = (key, self._read_rows(batch, index))
-        return self._rows[1][entry.name]
-
-    def _read_rows(self, batch: Sequence[ParameterPlan], index: int) -> dict[str, torch.Tensor]:
-        """Layer ``index`` of each stack in ``batch``; the index is data, so a batch is compiled once."""
+    def _read_rows(self, place: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """A layer of each stack in a batch, on the devices; its index is data, so a batch is compiled once."""
+        number, index = place
         where = sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
-        stacks = {entry.name: self.parameters[entry.name] for entry in batch}
+        stacks = {entry.name: self.parameters[entry.name] for entry in self._batches[number]}
         rows = read_layer(stacks, where, self.plan, self.mesh)
         run_now(list(rows.values()))
         return rows

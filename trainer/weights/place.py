@@ -39,13 +39,16 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
             nothing = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             tensors[entry.name] = sharding.place(entry.name, nothing, mesh, specs[entry.name])
     else:
-        stacks = _zero_stacks(stacked, plan, mesh)
+        # made on the devices: zeros from the host would lie there first, whole
+        stacks = {e.name: sharding.zeros_on_device(e.shape, e.dtype, mesh, specs[e.name]) for e in stacked}
+        if stacks:
+            run_now(list(stacks.values()))
         for entry in plan.parameters:
             if entry not in stacked:
                 name = entry.name
                 tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
             elif entry is stacked[0]:  # here, to read in the model's order, which is that of most files
-                _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
+                _write_stacks(stacks, plan, mesh, source)
         tensors |= stacks
     placed: dict[str, torch.Tensor] = {
         entry.name: nn.Parameter(tensors[entry.name], entry.dtype.is_floating_point) for entry in plan.parameters
@@ -58,29 +61,9 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     return placed
 
 
-def _zero_stacks(stacked: Sequence[ParameterPlan], plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The stacks, all zero, made on the devices: zeros from the host would lie there first, whole."""
-    zeros = {
-        entry.name: sharding.zeros_on_device(entry.shape, entry.dtype, mesh, plan.specs[entry.name])
-        for entry in stacked
-    }
-    if zeros:
-        run_now(list(zeros.values()))
-    return zeros
-
-
-def _write_stacks(
-    stacks: dict[str, torch.Tensor],
-    batches: Sequence[Sequence[ParameterPlan]],
-    plan: ShardingPlan,
-    mesh: DeviceMesh,
-    source: Source,
-) -> None:
-    """Writes the layers into the stacks one after the other, in place.
-
-    The layer's number is data, so each batch of parameters is compiled once.
-    """
-    specs = plan.specs
+def _write_stacks(stacks: Mapping[str, torch.Tensor], plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> None:
+    """Writes the layers one after the other, in place; their number is data, so each batch is compiled once."""
+    specs, batches = plan.specs, layer_batches([entry for entry in plan.parameters if entry.name in stacks])
     for index in range(max(batch[0].shape[0] for batch in batches)):
         where = sharding.place("layer", torch.tensor([index]), mesh, (None,))
         for batch in batches:
