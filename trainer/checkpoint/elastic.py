@@ -52,9 +52,7 @@ def kept_batch(job: Job, resume: RunCheckpoint) -> tuple[int, int] | None:
     """The two :data:`OPTIONS` that keep the global batch of ``resume``; None: those of ``job`` are to stay.
 
     They stay on as many devices as before, and where the command asks for another batch than the saved run's did.
-
-    Raises:
-        UserError: the batch can't be kept on the job's devices.
+    Raises UserError if the batch can't be kept on the job's devices.
     """
     args, saved = job.args, saved_batch(resume)
     asked, shards = args.asked_batch, job.plan.batch_shards
@@ -74,11 +72,7 @@ def kept_batch(job: Job, resume: RunCheckpoint) -> tuple[int, int] | None:
 
 
 def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
-    """``job`` with the global batch of ``resume``, whose arguments say so from here on.
-
-    Raises:
-        UserError: as :func:`kept_batch`, or the job can't be with micro-batches of that size.
-    """
+    """``job`` with the global batch of ``resume`` in its arguments; raises UserError if no such job can be."""
     kept = kept_batch(job, resume)
     if kept is None:
         return job

@@ -23,13 +23,10 @@ def host_state(
     mesh: Mapping[str, int],
     asked_batch: Sequence[int],
 ) -> dict[str, Any]:
-    """The host's state after ``step``, as JSON values.
+    """The host's state after ``step``, as JSON values: with the schedule's peak and the cursor of the next batch.
 
-    Args:
-        learning_rate: the schedule's peak.
-        data: the cursor of the next batch.
-        asked_batch: the command's rows of a micro-batch for each device and micro-batches a step; a run resumed on
-            other devices may have trained with others.
+    ``asked_batch`` is of the command: rows of a micro-batch for each device, and micro-batches a step. A run resumed on
+    other devices may have trained with others.
     """
     return {
         "step": step,
@@ -55,11 +52,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets the generators to the states that :func:`random_state` returned.
-
-    Raises:
-        ValueError: it returned no such states. Other errors, of many types: states of another shape.
-    """
+    """Sets the generators to states of :func:`random_state`; raises errors of many types if they are none."""
     python, legacy, of_torch = _decoded(state)
     random.setstate(python)
     np.random.set_state(legacy)

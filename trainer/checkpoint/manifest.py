@@ -33,7 +33,7 @@ Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 che
 
 
 def write_manifest(folder: Folder, files: Mapping[str, Checksum]) -> None:
-    """Declares ``files`` (path in ``folder`` -> size and checksum) to be a whole checkpoint."""
+    """Declares ``files``, by their paths in ``folder``, to be a whole checkpoint."""
     folder.write(MANIFEST, _as_bytes(files))
 
 
@@ -43,11 +43,7 @@ def mark(folder: Folder) -> str:
 
 
 def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
-    """Asks the disk or the store whether the files just written are there; reads the manifest alone.
-
-    Raises:
-        StorageError: names the file that is gone, or is not what this process wrote.
-    """
+    """Raises StorageError unless the files just written are there and as large; reads the manifest alone."""
     wrong = [name for name, entry in files.items() if not folder.exists(name) or folder.size(name) != entry["bytes"]]
     if not wrong and (not folder.exists(MANIFEST) or folder.read(MANIFEST) != _as_bytes(files)):
         wrong = [MANIFEST]
@@ -82,11 +78,7 @@ def format_of(files: Iterable[str]) -> int:
 def check(
     folder: Folder, files: Mapping[str, Checksum] | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Reads ``files``, by default all that the manifest lists, and compares their sizes and checksums.
-
-    Raises:
-        UserError: names the file that is missing, cut short, or changed; or there is no manifest.
-    """
+    """Raises UserError, which names the file, unless ``files``, by default all of the manifest, are as written."""
     for name, written in (read_manifest(folder) if files is None else files).items():
         _check_is_file(folder, name)
         size = folder.size(name)
@@ -113,8 +105,7 @@ def _check_is_file(folder: Folder, name: str) -> None:
 def read_manifest(folder: Folder) -> dict[str, Checksum]:
     """Path in ``folder`` -> size and checksum, of every file of a checkpoint but the manifest itself.
 
-    Raises:
-        UserError: the manifest is missing, damaged, or of another format.
+    Raises UserError if the manifest is missing, damaged, or of another format.
     """
     if not folder.exists(MANIFEST):
         raise UserError(

@@ -37,12 +37,10 @@ BUFFER = " buffer"  # follows a buffer's name, as the names of optimizer state f
 
 
 class RunCheckpoint:
-    """A run's checkpoint, on disk or in a store: the host's state, and a source of its tensors.
+    """A run's checkpoint, on disk or in a store: the host's state, and a source of its tensors; needs no device.
 
-    Needs no device. Constructing one checks and reads its small files; :meth:`check_tensors` checks the others.
-
-    Raises:
-        UserError: there is no whole checkpoint in ``folder``, or one of its small files is damaged.
+    Constructing one checks and reads its small files, and raises UserError if one is damaged or the checkpoint is not
+    whole; :meth:`check_tensors` checks the others.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -72,11 +70,7 @@ class RunCheckpoint:
             return self._tensors(name + BUFFER)
 
     def check_tensors(self, console: Console) -> None:
-        """Compares every tensor file with its size and checksum in the manifest; several hosts share the files.
-
-        Raises:
-            UserError: names the file that is missing or damaged.
-        """
+        """Raises UserError, which names the file, unless all tensor files are as written; several hosts share them."""
         mine = dict([*self._parts.items()][hosts().index :: hosts().count])
         total = sum(int(entry["bytes"]) for entry in mine.values())
         with byte_bar(console, f"checking {self.folder}", total) as advance:
@@ -191,11 +185,7 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def open_checked(folder: Folder, console: Console) -> RunCheckpoint:
-    """The checkpoint in ``folder``, once all of its files are found to be as they were written.
-
-    Raises:
-        UserError: there is no whole checkpoint, or names the file that is missing or damaged.
-    """
+    """The checkpoint in ``folder``; raises UserError, which names the file, unless it is whole and as written."""
     found = RunCheckpoint(folder)
     found.check_tensors(console)
     return found
@@ -208,10 +198,8 @@ def find_checkpoint(
 
     ``latest`` passes over damaged ones, and says so; it does not see those that were set aside. None if nothing was
     asked for, or nothing was saved yet. Several hosts find the same. ``accept`` raises UserError if the run can't go on
-    from a checkpoint, before its tensor files are read, which ends the search.
-
-    Raises:
-        UserError: the checkpoint at the path is damaged or not there; all of ``output`` are damaged; or ``accept``'s.
+    from a checkpoint, before its tensor files are read, which ends the search. Raises UserError too if the checkpoint
+    at the path is damaged or not there, or all of ``output`` are damaged.
     """
     if asked is None:
         return None

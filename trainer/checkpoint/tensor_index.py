@@ -45,38 +45,31 @@ class Entry:
 def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[str, Entry]:
     """The tensors of an index: name -> {dtype, shape, pieces: [{file, begin, length, offsets, shape}, …]}.
 
-    Args:
-        files: name -> bytes of the files of tensors.
-        around: bytes that a piece may have beside its values.
-
-    Raises:
-        ValueError: says what does not agree. Other errors, of many types: a value of another type.
+    ``files`` are the sizes of the files of tensors in bytes, and ``around`` the bytes that a piece may have beside its
+    values. Raises ValueError, which says what does not agree, or an error of another type for a value of another type.
     """
-    entries = {name: _entry(repr(name[:200]), name, value, around) for name, value in index.items()}
+    entries = {name: _entry(name, value, around) for name, value in index.items()}
     _check_filled((piece for entry in entries.values() for piece in entry.pieces), files)
     return entries
 
 
-def _entry(shown: str, name: str, value: Any, around: int) -> Entry:
-    shape, dtype = _counts(value["shape"]), DTYPES[value["dtype"]]
-    pieces = [_piece(each) for each in value["pieces"]]
+def _entry(name: str, value: Any, around: int) -> Entry:
+    shown, shape, dtype = repr(name[:200]), _counts(value["shape"]), DTYPES[value["dtype"]]
+    pieces = [
+        Piece(each["file"], *_counts([each["begin"], each["length"]]), _counts(each["offsets"]), _counts(each["shape"]))
+        for each in value["pieces"]
+    ]
     for piece in pieces:
         if not 0 <= piece.length - math.prod(piece.shape) * dtype.itemsize <= around:
             raise ValueError(f"a piece of {shown} of shape {list(piece.shape)} has {piece.length:,} bytes")
     if not tiles(shape, [(piece.offsets, piece.shape) for piece in pieces]):
-        raise ValueError(
-            f"the pieces of {shown} do not tile its shape {list(shape)}: they overlap, or some are missing"
-        )
+        found = f"the pieces of {shown} do not tile its shape {list(shape)}"
+        raise ValueError(f"{found}: they overlap, or some are missing")
     if is_stacked(name):
         layers = shape[0] if shape else 0
         if not 0 < layers <= MOST_LAYERS or len(numbers_of(name) or range(layers)) != layers:
             raise ValueError(f"the stack {shown} of shape {list(shape)} has other layers than its name says")
     return Entry(shape, dtype, pieces)
-
-
-def _piece(value: Any) -> Piece:
-    begin, length = _counts([value["begin"], value["length"]])
-    return Piece(value["file"], begin, length, _counts(value["offsets"]), _counts(value["shape"]))
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:

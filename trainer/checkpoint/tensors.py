@@ -11,10 +11,12 @@ process it keeps the last alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -23,7 +25,7 @@ import xxhash
 
 from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged
 from shardwright.checkpoint.tensor_index import Entry, Piece, read_index
-from shardwright.files.arrays import Array, Layer, Slices, Stack
+from shardwright.files.arrays import Array, LazyArray, Slices, Stack, layer_of
 from shardwright.files.folder import Folder, StorageError
 from shardwright.files.safetensors_file import NAMES, bytes_of, file_header
 from shardwright.hosts.hosts import hosts
@@ -42,11 +44,7 @@ class TensorPart:
 
 
 def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPart:
-    """Writes the shards of ``snapshot`` into files that bear the number of this ``process``.
-
-    Raises:
-        StorageError: the disk or the store did not take it.
-    """
+    """Writes the shards of ``snapshot`` into files that bear the number of this ``process``; raises StorageError."""
     part = TensorPart({}, [])
     for number in range(max(map(len, snapshot.values()), default=0)):
         held = {name: shards[number] for name, shards in snapshot.items() if number < len(shards)}
@@ -69,27 +67,19 @@ def _write_file(folder: Folder, file: str, held: Mapping[str, tuple[Slices, torc
             piece = {"file": file, "begin": size, "length": values.nbytes}
             piece |= {"offsets": offsets[name], "shape": list(values.shape)}
             part.pieces.append((name, NAMES[values.dtype], piece))
-            for block in _blocks(bytes_of(values)):
+            data = bytes_of(values)
+            for at in range(0, len(data), BLOCK):  # a store's client copies what it is given at once
                 hosts().watchdog.progressed()
-                state.update(block)
-                out.write(block)
+                state.update(data[at : at + BLOCK])
+                out.write(data[at : at + BLOCK])
             size += values.nbytes
     part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
-
-
-def _blocks(data: memoryview) -> Iterator[memoryview]:
-    """Parts of ``data``: a store's client copies what it is given at once."""
-    return (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
 
 
 def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
-    """Writes the index of the parts, by the ``shapes`` of whole tensors; returns the manifest's entries of all files.
-
-    Raises:
-        StorageError: the disk or the store did not take it.
-    """
+    """Writes the index of parts of tensors of ``shapes``; returns all files' manifest entries; raises StorageError."""
     index: dict[str, Any] = {}
     for name, dtype, piece in itertools.chain.from_iterable(part.pieces for part in parts):
         entry = index.setdefault(name, {"dtype": dtype, "shape": list(shapes[name]), "pieces": []})
@@ -103,14 +93,12 @@ class StoredTensors:
     """The tensors of a checkpoint: name -> an array, of which a slice reads only the rows that it touches.
 
     A name is found however layers were stacked when it was written: ``model.layers.3.x`` is read from
-    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round.
+    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round. Raises UserError if their list can't be
+    read, or does not agree with the files' sizes.
 
     Args:
         listing: the file that lists them; ``read`` makes the tensors of its content, or raises an error, of many types.
         begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
-
-    Raises:
-        UserError: their list can't be read, or does not agree with the files' sizes.
     """
 
     def __init__(
@@ -140,11 +128,11 @@ class StoredTensors:
 
     def __call__(self, name: str) -> Array:
         """The array of that name; KeyError if there is none."""
-        if name in self.entries:
-            return _Stored(self, name, self.entries[name])
+        if (entry := self.entries.get(name)) is not None:
+            return LazyArray(entry.shape, entry.dtype, functools.partial(self._read, name, entry))
         if name in self._layers:
             stack, index = self._layers[name]
-            return Layer(_Stored(self, stack, self.entries[stack]), index)
+            return layer_of(self(stack), index)
         if is_stacked(name):
             layers: list[Array] = []
             for layer in numbers_of(name) or itertools.count():
@@ -156,46 +144,33 @@ class StoredTensors:
                 return Stack(layers)
         raise KeyError(name)
 
+    def _read(self, name: str, entry: Entry, where: Slices) -> torch.Tensor:
+        """A part of a stored tensor, put together from its pieces."""
+        wanted = [range(*part.indices(size)) for part, size in zip(where, entry.shape, strict=True)]
+        out = torch.empty([len(part) for part in wanted], dtype=entry.dtype)
+        met: dict[str, list[tuple[Piece, Slices, Slices]]] = {}  # file -> a piece, where in `out`, where in the piece
+        for piece in entry.pieces:
+            low = [max(part.start, at) for part, at in zip(wanted, piece.offsets, strict=True)]
+            ends = map(operator.add, piece.offsets, piece.shape)
+            high = [min(part.stop, end) for part, end in zip(wanted, ends, strict=True)]
+            if all(map(operator.lt, low, high)):
+                in_out = _slices(low, high, [part.start for part in wanted])
+                met.setdefault(piece.file, []).append((piece, in_out, _slices(low, high, piece.offsets)))
+        for file, parts in met.items():
+            try:
+                with self.folder.open(file, "rb") as opened:
+                    for piece, in_out, in_piece in parts:
+                        begin = self.begin(opened, piece, math.prod(piece.shape) * out.itemsize)
+                        _fill(out[in_out], opened, begin, piece.shape, in_piece)
+            except Exception as error:  # of many types: a damaged file, or what Folder makes of it
+                found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+                raise damaged(self.folder, f"{name} in {file} can't be read ({found})") from error
+        return out
+
 
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
     """The tensors in ``folder``, whose ``files`` of them have so many bytes; raises as :class:`StoredTensors`."""
     return StoredTensors(folder, INDEX, lambda data: read_index(json.loads(data), files))
-
-
-class _Stored:
-    """A stored tensor as an array, put together from its pieces."""
-
-    def __init__(self, tensors: StoredTensors, name: str, entry: Entry) -> None:
-        self.tensors, self.name, self.pieces = tensors, name, entry.pieces
-        self.shape, self.dtype = entry.shape, entry.dtype
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        starts = [part.start or 0 for part in where]
-        stops = [size if part.stop is None else part.stop for part, size in zip(where, self.shape, strict=True)]
-        out = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=self.dtype)
-        wanted: dict[str, list[tuple[Piece, Slices, Slices]]] = {}
-        for piece in self.pieces:
-            ends = [o + s for o, s in zip(piece.offsets, piece.shape, strict=True)]
-            low = [max(a, b) for a, b in zip(starts, piece.offsets, strict=True)]
-            high = [min(a, b) for a, b in zip(stops, ends, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                in_out = _slices(low, high, starts)
-                in_piece = _slices(low, high, piece.offsets)
-                wanted.setdefault(piece.file, []).append((piece, in_out, in_piece))
-        for file, parts in wanted.items():
-            self._read(file, parts, out)
-        return out
-
-    def _read(self, name: str, parts: Sequence[tuple[Piece, Slices, Slices]], out: torch.Tensor) -> None:
-        folder = self.tensors.folder
-        try:
-            with folder.open(name, "rb") as file:
-                for piece, in_out, in_piece in parts:
-                    begin = self.tensors.begin(file, piece, math.prod(piece.shape) * out.itemsize)
-                    _fill(out[in_out], file, begin, piece.shape, in_piece)
-        except Exception as error:  # of many types: a damaged file, or what Folder makes of it
-            found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            raise damaged(folder, f"{self.name} in {name} can't be read ({found})") from error
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> Slices:

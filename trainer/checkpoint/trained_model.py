@@ -63,11 +63,7 @@ class TrainedModel:
             export(folder, copy.deepcopy(facts.whole), whole, self.tokenizer, console=self.console)
 
     def in_checkpoint(self, folder: Folder) -> Source:
-        """The weights in a checkpoint of this run.
-
-        Raises:
-            UserError: they can't be read, or are another model's.
-        """
+        """The weights in a checkpoint of this run; raises UserError if they can't be read, or are another model's."""
         source = open_checked(folder, self.console)
         source.check_model(self.job.adapted, self.job.config)
         return source

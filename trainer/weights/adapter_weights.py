@@ -23,10 +23,7 @@ if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
 
 
 def seeded_factors(model: nn.Module, seed: int) -> Source:
-    """A source of initial factors: A uniform as PEFT draws it, B zero, so that nothing changes.
-
-    Each factor's values depend on its name and the seed alone. ``model`` has the factors, on meta.
-    """
+    """A source of initial factors for ``model``, by name and seed alone: A uniform as PEFT draws it, B zero."""
 
     def source(name: str) -> torch.Tensor:
         shape = model.get_parameter(name).shape
@@ -69,11 +66,9 @@ def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedMo
 
 
 def weights_of(job: Job, base: Source, saved: Source | None) -> Source:
-    """The source of all weights on a run's devices.
+    """The source of all weights on a run's devices, from ``base``, the starting weights under the names of the whole.
 
-    Args:
-        base: the starting weights, under the names of ``job.facts.whole``.
-        saved: a checkpoint's weights; of an adapted model, the factors alone.
+    ``saved`` has a checkpoint's weights; of an adapted model, the factors alone.
     """
     own = part_of(base, job.facts.names_in_whole)
     if job.lora is None:
@@ -91,11 +86,7 @@ def files_of(job: Job) -> AdapterFiles:
 
 
 def check_adapter(job: Job) -> None:
-    """Refuses early an adapter to start from that does not fit, and a format that can't be written.
-
-    Raises:
-        UserError: as :func:`open_adapter` and :class:`AdapterFiles`.
-    """
+    """Raises UserError early, of an adapter to start from that does not fit or a format that can't be written."""
     if job.lora is None:
         return
     for target in job.lora.targets:

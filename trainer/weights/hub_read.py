@@ -54,15 +54,10 @@ class Group:
 
 
 class HubWeights:
-    """A source of the weights in safetensors ``files``.
+    """A source of the weights in safetensors ``files``, which the user ``asked`` for by this name.
 
-    Args:
-        asked: the user's name for them, for messages.
-        model: transformers' own, on meta; its class knows the hub's names.
-
-    Raises:
-        UserError: a file is truncated or corrupt; tensors are missing, left over, or of another shape than the config
-            says; tied parameters differ.
+    ``model`` is transformers' own, on meta; its class knows the hub's names. Raises UserError if a file is truncated or
+    corrupt; tensors are missing, left over, or of another shape than the config says; or tied parameters differ.
     """
 
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
@@ -99,10 +94,7 @@ class HubWeights:
         self.watch(count)
 
     def _match(self) -> dict[str, Group]:
-        """Groups the files' tensors by the first parameter that they become.
-
-        A tensor that becomes no parameter is a group under its own name, which is refused as left over.
-        """
+        """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -118,11 +110,7 @@ class HubWeights:
         return groups
 
     def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
-        """Name -> values of all parameters, ``name`` among them, that a group becomes.
-
-        Raises:
-            UserError: the group's tensors do not go together.
-        """
+        """Name -> values of all parameters, ``name`` among them, that a group becomes; else raises UserError."""
         transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
         for pattern, tensor in group.members:
             lazy: Any = Lazy.of(self.tensors[tensor])  # torch's functions take it for a tensor
@@ -190,8 +178,7 @@ class HubWeights:
 def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     """Opens the weights of ``model`` (on meta) in the folder ``name``, or fetches those of that hub id.
 
-    Raises:
-        UserError: there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
+    Raises UserError if there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
     """
     if getattr(model.config, "quantization_config", None):
         raise UserError(

@@ -36,16 +36,13 @@ from shardwright.weights.weight_sources import Source
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The format of an export.
+    """The format of an export; raises UserError if there is no such key format, or the size can't be read.
 
     Args:
         key_format: ``original``: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes
             them; ``new``: as transformers 5 has them in memory.
         max_shard_size: the size of a file, such as ``5GB``; a file of a single tensor may be larger.
         dtype: of floating-point tensors; None: the source's.
-
-    Raises:
-        UserError: there is no such key format, or the size can't be read.
     """
 
     key_format: str = "original"
@@ -95,14 +92,9 @@ def export(
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
 
     Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
-    or the index of several) comes last. Earlier weights there are replaced.
-
-    Args:
-        model: the plain (unstacked) model on meta, whose class knows the hub's names.
-        source: of the model's own parameter and buffer names.
-
-    Raises:
-        UserError: no space is left, or the folder can't be written.
+    or the index of several) comes last. Earlier weights there are replaced. ``model`` is plain (unstacked), on meta;
+    its class knows the hub's names, and ``source`` those of its own parameters and buffers. Raises UserError if no
+    space is left, or the folder can't be written.
     """
     folder = folder if isinstance(folder, Folder) else Folder(str(folder))
     tensors = hub_tensors(model, source, form.key_format)

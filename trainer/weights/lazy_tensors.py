@@ -27,9 +27,7 @@ Moved: TypeAlias = Iterator[tuple["Lazy | torch.Tensor", Slices, torch.Tensor]]
 class Lazy:
     """A lazy tensor, which torch's functions and methods take for a tensor.
 
-    Args:
-        like: a meta tensor of its shape and dtype.
-        array: the values of a leaf; None for an expression.
+    ``like`` is a meta tensor of its shape and dtype, and ``array`` has the values of a leaf; None: an expression.
     """
 
     def __init__(self, like: torch.Tensor, fill: Fill, array: Array | None = None) -> None:

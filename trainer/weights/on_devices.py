@@ -18,13 +18,10 @@ from shardwright.xla.runtime import run_now
 
 
 class LiveWeights:
-    """A source that reads placed parameters; the host holds one layer's parameter at a time.
+    """A source that reads placed ``parameters``, stored as in ``plan``, and the buffers of the assembled ``model``.
 
-    It keeps the layer read last, so make one for each use, while no step changes the weights.
-
-    Args:
-        model: the assembled model, for its buffers.
-        plan: of ``parameters`` as they are stored.
+    The host holds one layer's parameter at a time. It keeps the layer read last, so make one for each use, while no
+    step changes the weights.
     """
 
     def __init__(

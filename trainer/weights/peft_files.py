@@ -42,7 +42,7 @@ _PREFIX, _TAILS = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The format of an adapter's files.
+    """The format of an adapter's files; raises UserError if it is ``per_expert``, and experts are fused on the hub too.
 
     Args:
         model: transformers' own, on meta, whose weights are adapted; perhaps a part of ``whole``, which loads them.
@@ -50,9 +50,6 @@ class AdapterFiles:
         base: hub id or folder of the weights of ``whole``, for PEFT to find; None: unknown.
         per_expert: under the names of the hub's weights, each expert by itself, for serving engines. PEFT loads it onto
             Mixtral and Qwen2-MoE alone.
-
-    Raises:
-        UserError: ``per_expert``, for a family whose experts are fused on the hub too.
     """
 
     lora: Lora
@@ -138,11 +135,7 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase | None,
     console: Console | None = None,
 ) -> None:
-    """Writes the adapter, its config last, and proves it.
-
-    Raises:
-        UserError: no space is left, the folder can't be written, or the files are not the trained adapter.
-    """
+    """Writes the adapter, its config last; raises UserError if it can't, or reads back another than was trained."""
     tensors = files.tensors(factors)
     dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
     total = sum(lazy.like.nbytes for lazy in tensors.values())
@@ -216,8 +209,7 @@ def from_peft(name: str, matrix: torch.Tensor, shape: Sequence[int]) -> torch.Te
 def open_adapter(folder: Folder, lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> Source:
     """A source of the factors in ``folder``, in PEFT's format; the host holds them. ``lora`` is from its config.
 
-    Raises:
-        UserError: there is no such file, or factors are missing, left over, of another shape or not finite.
+    Raises UserError if there is no such file, or factors are missing, left over, of another shape or not finite.
     """
     found, keys, shapes = _read(folder), peft_keys(lora, model, names), factor_shapes(lora, model)
     wrong = [f"{key} is missing" for key in keys.values() if key not in found]

@@ -23,10 +23,7 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out by ``plan``.
 
     Stacks are made on the devices and written there layer by layer, so the host holds one layer at most. Tied
-    parameters stay tied; buffers are replicated.
-
-    Returns:
-        name -> parameter, in the model's order.
+    parameters stay tied; buffers are replicated. Returns name -> parameter, in the model's order.
     """
     source = with_int8(source, plan)
     specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
@@ -126,12 +123,9 @@ def place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
         values: Array = buffer.cpu()
         if name in saved:
             values = Stack([source(n) for n in layer_names(name, len(buffer))]) if is_stacked(name) else source(name)
-        owner, _, key = name.rpartition(".")
-        model.get_submodule(owner)._buffers[key] = sharding.place(
-            name, values, mesh, (None,) * buffer.dim(), buffer.dtype
-        )
+        _assign(model, name, sharding.place(name, values, mesh, (None,) * buffer.dim(), buffer.dtype))
 
 
-def _assign(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
+def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner, _, key = name.rpartition(".")
-    setattr(model.get_submodule(owner), key, parameter)
+    setattr(model.get_submodule(owner), key, tensor)
