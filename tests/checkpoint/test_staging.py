@@ -49,7 +49,7 @@ def test_each_host_copies_its_own_tensors_and_the_first_the_rest():
     ],
 )
 def test_every_file_is_copied_by_the_first_host_that_has_it(held, who):
-    assert holders(FILES, held) == who
+    assert holders(held) == who
 
 
 def test_only_what_the_last_life_staged_after_the_newest_is_found(tmp_path):

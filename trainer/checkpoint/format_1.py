@@ -17,8 +17,7 @@ from typing import IO, Any
 
 from shardwright.checkpoint.lineage import folder_of, live_steps
 from shardwright.checkpoint.manifest import METADATA, is_whole, mark
-from shardwright.checkpoint.tensor_index import Piece, read_index
-from shardwright.checkpoint.tensors import StoredTensors
+from shardwright.checkpoint.tensors import Piece, StoredTensors, read_index
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import NAMES

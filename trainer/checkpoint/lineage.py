@@ -69,10 +69,8 @@ def live_steps(output: Folder) -> list[int]:
 
 def run_of(output: Folder) -> str | None:
     """The life that the live run began last; None where no `lineage.json` says so."""
-    if not output.exists(LINEAGE):
-        return None
     try:
-        return str(json.loads(output.read(LINEAGE))["run"])
+        return str(json.loads(output.read(LINEAGE))["run"]) if output.exists(LINEAGE) else None
     except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or without a life
         return None
 

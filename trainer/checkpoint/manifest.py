@@ -108,12 +108,9 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
     Raises UserError if the manifest is missing, damaged, or of another format.
     """
     if not folder.exists(MANIFEST):
-        raise UserError(
-            asked=f"the checkpoint {folder}",
-            found=f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one",
-            why=f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's",
-            instead="--resume_from_checkpoint latest, or the path of a checkpoint-N folder",
-        )
+        found = f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one"
+        why = f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's"
+        raise damaged(folder, found, why, "--resume_from_checkpoint latest, or the path of a checkpoint-N folder")
     _check_is_file(folder, MANIFEST)
     if (size := folder.size(MANIFEST)) > LARGEST_MANIFEST:
         raise damaged(folder, f"{MANIFEST} has {size:,} bytes, and lists a few files")
@@ -129,11 +126,9 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
     if not isinstance(files, dict):
         raise damaged(folder, f"{MANIFEST} lists no files")
     if type(version) is not int or version != format_of(files):
-        raise UserError(
-            asked=f"the checkpoint {folder}",
-            found=f"format {str(version)[:80]}",
-            why=f"this version of Shardwright reads formats 1 to {FORMAT}",
-            instead="the version that wrote it (host.json in it says which)",
+        why = f"this version of Shardwright reads formats 1 to {FORMAT}"
+        raise damaged(
+            folder, f"format {str(version)[:80]}", why, "the version that wrote it (host.json in it says which)"
         )
     for name, entry in files.items():
         if not (_is_name(name) and _is_checksum(entry)):
@@ -160,13 +155,13 @@ def remove(folder: Folder) -> None:
     folder.remove()
 
 
-def damaged(folder: Folder, found: str) -> UserError:
-    return UserError(
-        asked=f"the checkpoint {folder}",
-        found=found,
-        why="a state that is not what was saved must not be trained on",
-        instead="an older checkpoint: --resume_from_checkpoint latest takes the newest whole one",
-    )
+def damaged(
+    folder: Folder,
+    found: str,
+    why: str = "a state that is not what was saved must not be trained on",
+    instead: str = "an older checkpoint: --resume_from_checkpoint latest takes the newest whole one",
+) -> UserError:
+    return UserError(asked=f"the checkpoint {folder}", found=found, why=why, instead=instead)
 
 
 def _as_bytes(files: Any, version: Any = None) -> bytes:

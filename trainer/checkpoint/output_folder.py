@@ -24,14 +24,19 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
     Raises UserError if it is a file; or the run ``writes``, and it holds something that may not be written over.
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
-    if not folder.remote and os.path.isfile(str(folder)):
-        raise _taken(folder, "a file", "")
     entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]
-    if writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
-        raise _taken(
-            folder,
-            f"a folder that holds {len(entries)} entries",
-            ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run",
+    found = more = ""
+    if not folder.remote and os.path.isfile(str(folder)):
+        found = "a file"
+    elif writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
+        found = f"a folder that holds {len(entries)} entries"
+        more = ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run"
+    if found:
+        raise UserError(
+            asked=f"--output_dir {folder}",
+            found=found,
+            why="a run never writes over what another left, unless told to",
+            instead="another --output_dir" + more,
         )
     return folder
 
@@ -97,12 +102,3 @@ def resumes_in(asked: str | None, folder: Folder) -> bool:
 
 def _holds_something(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and any(entry.name != COMPILE_PAGE for entry in path.iterdir()))
-
-
-def _taken(folder: Folder, found: str, more: str) -> UserError:
-    return UserError(
-        asked=f"--output_dir {folder}",
-        found=found,
-        why="a run never writes over what another left, unless told to",
-        instead="another --output_dir" + more,
-    )

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from shardwright.checkpoint import format_1, json_checks, manifest, tensors
+from shardwright.checkpoint import format_1, host_state, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from shardwright.checkpoint.same_model import differences
 from shardwright.errors import UserError, command
@@ -48,10 +48,10 @@ class RunCheckpoint:
         self._files = manifest.read_manifest(folder)
         self._parts = {name: entry for name, entry in self._files.items() if manifest.TENSORS.fullmatch(name)}
         manifest.check(folder, {name: entry for name, entry in self._files.items() if name not in self._parts})
-        self.host = self._json("host.json", json_checks.checked_host)
-        self.arguments = self._json("training_args.json", json_checks.checked_arguments)
+        self.host = self._json("host.json", host_state.checked_host)
+        self.arguments = self._json("training_args.json", host_state.checked_arguments)
         self.recipe: dict[str, Any] = self._json("recipe.json", dict)
-        self._trainer_state = self._json("trainer_state.json", json_checks.checked_trainer_state)
+        self._trainer_state = self._json("trainer_state.json", host_state.checked_trainer_state)
         sizes = {name: int(entry["bytes"]) for name, entry in self._parts.items()}
         if manifest.format_of(self._files) == 1:
             format_1.migrate(folder, self.host, self.arguments, self._trainer_state)

@@ -145,10 +145,9 @@ def _refused(root: Folder | str, found: str, why: str, instead: str) -> UserErro
 # ---- to the output folder ----
 
 
-def holders(files: Files, held: Sequence[Collection[str]]) -> dict[str, int]:
+def holders(held: Sequence[Collection[str]]) -> dict[str, int]:
     """File -> the first host that holds it whole, by the names that each host has ``held``; it copies the file."""
-    first = {name: next((host for host, names in enumerate(held) if name in names), None) for name in files}
-    return {name: host for name, host in first.items() if host is not None}
+    return {name: host for host, names in reversed([*enumerate(held)]) for name in names}
 
 
 def copy_files(
@@ -206,32 +205,26 @@ def _recover_one(staging: Staging, output: Folder, step: int, files: Files, cons
     job, started = hosts(), time.perf_counter()
     source, target = folder_of(staging.place, step), folder_of(output, step)
     total = sum(int(files[name]["bytes"]) for name in files)
+    whole, problems = [], []
     with byte_bar(console, f"checking {source}", total) as advance:
-        whole, problems = _whole_files(source, files, advance)
+        for name in files:
+            try:
+                if source.exists(name):
+                    manifest.check(source, {name: files[name]}, advance)
+                    whole.append(name)
+            except UserError as error:
+                problems.append(error.found)
     said = job.gather((whole, problems))
-    who = holders(files, [names for names, _ in said])
+    who = holders([names for names, _ in said])
     if missing := [name for name in files if name not in who]:
         found = [f"on host {host}: {problem}" for host, (_, problems) in enumerate(said) for problem in problems]
         found += [f"no host has its {missing[0]}, which host {manifest.writer_of(missing[0])} wrote"]
         say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found[0]}")
         return
-    own = [name for name, host in who.items() if host == job.index]
+    own = [name for name in files if who[name] == job.index]
     job.once(lambda: make_room(target))
     with byte_bar(console, f"copying {source} to {output}", sum(int(files[name]["bytes"]) for name in own)) as advance:
         job.together(lambda: copy_files(source, target, own, files, advance))
     job.once(lambda: publish(output, step, files, live_steps(output), run_of(output) or ""))
     seconds = time.perf_counter() - started
     say(console, f"staging: checkpoint-{step} is recovered: {total / 1e6:,.0f} MB to {output} in {seconds:.1f} s")
-
-
-def _whole_files(source: Folder, files: Files, progress: Callable[[int], None]) -> tuple[list[str], list[str]]:
-    """The files that lie here as they were staged, and the problems with others."""
-    whole, problems = [], []
-    for name in files:
-        try:
-            if source.exists(name):
-                manifest.check(source, {name: files[name]}, progress)
-                whole.append(name)
-        except UserError as error:
-            problems.append(error.found)
-    return whole, problems

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from shardwright.checkpoint import manifest, tensors
@@ -30,6 +29,7 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
+from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.xla import sharding
 
 T = TypeVar("T")
@@ -135,12 +135,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             staging.remove(step)
 
     def save(
-        self,
-        state: Mapping[str, torch.Tensor],
-        host: Mapping[str, Any],
-        trainer_state: TrainerState,
-        *,
-        urgent: bool = False,
+        self, state: Tensors, host: Mapping[str, Any], trainer_state: TrainerState, *, urgent: bool = False
     ) -> tuple[float, Saved | None]:
         """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
@@ -239,9 +234,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             job.together(lambda: staging.seal(step, files, self.run))
         except StorageError as error:
             staging.remove(step)
-            self.notice(
-                f"staging: checkpoint-{step} is written to {self.output} directly: {error.asked}: {error.found}"
-            )
+            found = f"{error.asked}: {error.found}"
+            self.notice(f"staging: checkpoint-{step} is written to {self.output} directly: {found}")
             return None
         self._waiting[step] = best  # before the lineage, which the copies' thread reads
         self._note(step, manifest.mark(folder))
@@ -259,10 +253,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             except TakenOver:
                 raise
             except StorageError as error:
-                self._problem = f"{error.asked}: {error.found}"
-                self.notice(
-                    f"staging: {source} is not in {self.output} yet, and stays for another try: {self._problem}"
-                )
+                self._problem = found = f"{error.asked}: {error.found}"
+                self.notice(f"staging: {source} is not in {self.output} yet, and stays for another try: {found}")
                 return
             best = self._waiting.pop(step)
             self.notice(f"staging: checkpoint-{step} is in {self.output} after {time.perf_counter() - started:.1f} s")
@@ -281,7 +273,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         """Has ``fill`` write the files of a checkpoint into the output folder, and makes it whole."""
         folder = folder_of(self.output, step)
         try:
-            job.once(lambda: self._make_room(folder))
+            job.once(self.check_held)
+            job.once(lambda: make_room(folder))
             files = fill(folder)
             job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
@@ -292,10 +285,6 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         # if that fails nothing is removed: it may be another run's by now
         job.once(lambda: manifest.check_written(folder, files))
         return files
-
-    def _make_room(self, folder: Folder) -> None:
-        self.check_held()
-        make_room(folder)
 
     def _note(self, step: int, mark: str) -> None:
         self.lineage.pop(step, None)

@@ -69,7 +69,7 @@ class Folder:
         return hash(self.absolute)
 
     def __truediv__(self, name: str) -> Folder:
-        return Folder(self._join(name))
+        return type(self)(self._join(name))
 
     @property
     def absolute(self) -> str:
@@ -153,13 +153,11 @@ class Folder:
 
         If writing fails, on a disk the old file stays; a store may have lost it.
         """
-        if self.remote:
-            with self.open(name, "wb") as file:
-                yield file
-            return
-        temporary = f".{name}{TEMPORARY}"
+        temporary = name if self.remote else f".{name}{TEMPORARY}"
         with self.open(temporary, "wb") as file:
             yield file
+        if self.remote:
+            return
         with errors("write", self._join(name)):
             os.replace(self._join(temporary), self._join(name))
             handle = os.open(self._path, os.O_RDONLY)
@@ -200,9 +198,6 @@ class Folder:
 
 class UnwrittenFolder(Folder):
     """A folder that another process fills: this one's writes and removals are dropped."""
-
-    def __truediv__(self, name: str) -> Folder:
-        return UnwrittenFolder(self._join(name))
 
     @contextlib.contextmanager
     def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:

@@ -42,6 +42,7 @@ PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
+_PLAIN = "the checkpoint in bfloat16 or float32"
 _FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
@@ -62,9 +63,8 @@ class HubWeights:
 
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model = asked, model
-        self.bytes_read = 0  # a slice that is read twice counts twice
-        self.watch: Callable[[int], None] = lambda count: None
-        self.tensors = {name: tensor for file in files for name, tensor in _open(asked, file, self._count).items()}
+        self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
+        self.tensors = {name: tensor for file in files for name, tensor in self._open(file).items()}
         self.groups = self._match()
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
         self.group_of: dict[str, Group] = {}
@@ -78,8 +78,7 @@ class HubWeights:
     @property
     def total_bytes(self) -> int:
         """The bytes of the model's tensors."""
-        members = [self.tensors[tensor] for group in self.groups.values() for _, tensor in group.members]
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in members)
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
@@ -89,9 +88,21 @@ class HubWeights:
                 return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
         return self.model.get_buffer(name)  # no file need hold it: the model's class has computed it
 
-    def _count(self, count: int) -> None:
-        self.bytes_read += count
-        self.watch(count)
+    def _open(self, file: Path) -> dict[str, LazyArray]:
+        """Name -> tensor of a file, which stays mapped as long as they live."""
+
+        def read(view: torch.Tensor, where: Slices) -> torch.Tensor:
+            part = view[where]
+            self.watch(part.nbytes)
+            return part
+
+        try:
+            _check_header(file)
+            with safe_open(file, framework="pt") as opened:
+                views = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped, not read)
+            return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
+        except Exception as error:  # safetensors', and torch's for shapes that it can't hold
+            raise _unreadable(self.asked, file, error) from error
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
@@ -119,12 +130,9 @@ class HubWeights:
             found = transform.convert(name, model=self.model, config=self.model.config)
         except Exception as error:  # of torch's and of transformers' kinds
             tensors = [tensor for _, tensor in group.members]
-            raise UserError(
-                asked=f"--model {self.asked}",
-                found=f"{len(tensors)} tensors that make {name} do not go together: {first_names(tensors)} ({error})",
-                why="transformers' conversion of them fails",
-                instead="a complete checkpoint, with the config.json that it was saved with",
-            ) from error
+            text = f"{len(tensors)} tensors that make {name} do not go together: {first_names(tensors)} ({error})"
+            instead = "a complete checkpoint, with the config.json that it was saved with"
+            raise _refused(self.asked, text, "transformers' conversion of them fails", instead) from error
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
 
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
@@ -144,22 +152,16 @@ class HubWeights:
         kinds = (("missing", missing), ("left over", keys.unexpected_keys), ("of another shape", misshapen))
         wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
         if wrong:
-            raise UserError(
-                asked=f"--model {self.asked}",
-                found="tensors " + "; tensors ".join(wrong),
-                why=f"they do not fit its config (a {type(self.model).__name__}): training would start from other "
-                "weights than these without a word",
-                instead="the config.json that the weights were saved with, and all of the files",
-            )
+            fit = f"they do not fit its config (a {type(self.model).__name__})"
+            why = f"{fit}: training would start from other weights than these without a word"
+            instead = "the config.json that the weights were saved with, and all of the files"
+            raise _refused(self.asked, "tensors " + "; tensors ".join(wrong), why, instead)
         floating = {name: found[name].dtype for name in known if state[name].is_floating_point()}
         other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]
         if other:
-            raise UserError(
-                asked=f"--model {self.asked}",
-                found=f"{len(other)} tensors of no floating-point numbers: {first_names(other)}",
-                why="they are quantized, or of another kind: taken as they stand they would be other weights",
-                instead="the checkpoint in bfloat16 or float32",
-            )
+            text = f"{len(other)} tensors of no floating-point numbers: {first_names(other)}"
+            why = "they are quantized, or of another kind: taken as they stand they would be other weights"
+            raise _refused(self.asked, text, why, _PLAIN)
 
     def _check_tied(self) -> None:
         """Raises UserError where the files hold a tied parameter under two names, with different values."""
@@ -167,12 +169,9 @@ class HubWeights:
             held = sorted(self.group_of.keys() & set(names))
             for twin in held[1:]:
                 if not _equal(self(held[0]), self(twin)):
-                    raise UserError(
-                        asked=f"--model {self.asked}",
-                        found=f"{held[0]} and {twin} differ in its files",
-                        why="its config ties them (tie_word_embeddings), so one of the two would be lost",
-                        instead='"tie_word_embeddings": false in its config.json',
-                    )
+                    why = "its config ties them (tie_word_embeddings), so one of the two would be lost"
+                    instead = '"tie_word_embeddings": false in its config.json'
+                    raise _refused(self.asked, f"{held[0]} and {twin} differ in its files", why, instead)
 
 
 def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
@@ -181,12 +180,8 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     Raises UserError if there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
     """
     if getattr(model.config, "quantization_config", None):
-        raise UserError(
-            asked=f"--model {name}",
-            found="its config.json has a quantization_config",
-            why="quantized weights are not trained, and are dequantized by each method's own library",
-            instead="the checkpoint in bfloat16 or float32",
-        )
+        why = "quantized weights are not trained, and are dequantized by each method's own library"
+        raise _refused(name, "its config.json has a quantization_config", why, _PLAIN)
     folder = Path(name) if os.path.isdir(name) else _fetched(name)
     return HubWeights(name, _files(name, folder), model)
 
@@ -213,11 +208,11 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises many kinds
-        raise UserError(
-            asked=f"--model {name}",
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            why="there is no such folder here, and the hub did not give its weights",
-            instead="a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
+        raise _refused(
+            name,
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "there is no such folder here, and the hub did not give its weights",
+            "a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
             "or whose files are in the hub's cache",
         ) from error
 
@@ -230,17 +225,17 @@ def _files(name: str, folder: Path) -> list[Path]:
     if INDEX not in there:
         pickled = [file for file in there if Path(file).suffix in PICKLES]
         other = [file for file in there if file.endswith(".safetensors")]
-        raise UserError(
-            asked=f"--model {name}",
-            found=f"neither {WEIGHTS} nor {INDEX} in {folder}"
-            + (f", but pickled weights: {first_names(pickled)}" if pickled else "")
-            + (f", but {first_names(other)}" if other else ""),
-            why="a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
-            if pickled or not other
-            else "only the index says whether these are all of the files",
-            instead="the hub's safetensors revision; or, if you trust the files, convert them once: "
-            f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)",
-        )
+        found = f"neither {WEIGHTS} nor {INDEX} in {folder}"
+        why = "only the index says whether these are all of the files"
+        if pickled:
+            found += f", but pickled weights: {first_names(pickled)}"
+        if other:
+            found += f", but {first_names(other)}"
+        if pickled or not other:
+            why = "a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
+        instead = "the hub's safetensors revision; or, if you trust the files, convert them once: "
+        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
+        raise _refused(name, found, why, instead)
     try:
         with _opened(folder / INDEX) as index:
             names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))
@@ -251,12 +246,8 @@ def _files(name: str, folder: Path) -> list[Path]:
         raise _unreadable(name, folder / INDEX, error) from error
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
-        raise UserError(
-            asked=f"--model {name}",
-            found=f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}",
-            why="the weights in them would be missing",
-            instead=f"all of the files in {folder}",
-        )
+        found = f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
+        raise _refused(name, found, "the weights in them would be missing", f"all of the files in {folder}")
     return [folder / file for file in names]
 
 
@@ -281,31 +272,15 @@ def _check_header(file: Path) -> None:
         json.loads(opened.read(min(size, LARGEST)), object_pairs_hook=unique)
 
 
-def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, LazyArray]:
-    """Name -> tensor of a file, which stays mapped as long as they live; ``count`` is told the bytes of each read."""
-
-    def read(view: torch.Tensor, where: Slices) -> torch.Tensor:
-        part = view[where]
-        count(part.nbytes)
-        return part
-
-    try:
-        _check_header(file)
-        with safe_open(file, framework="pt") as opened:
-            views = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped: reads nothing)
-        return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
-    except Exception as error:  # safetensors', and torch's for shapes that it can't hold
-        raise _unreadable(asked, file, error) from error
-
-
 def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
-    return UserError(
-        asked=f"--model {asked}",
-        found=f"{file} ({os.path.getsize(file) if file.exists() else 0:,} bytes): {type(error).__name__}: "
-        + str(error).partition("\n")[0][:400],
-        why="the file is truncated or corrupt, or a git-lfs pointer in the place of one",
-        instead=f"download {file.name} again",
-    )
+    size = os.path.getsize(file) if file.exists() else 0
+    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
+    why = "the file is truncated or corrupt, or a git-lfs pointer in the place of one"
+    return _refused(asked, found, why, f"download {file.name} again")
+
+
+def _refused(asked: str, found: str, why: str, instead: str) -> UserError:
+    return UserError(asked=f"--model {asked}", found=found, why=why, instead=instead)
 
 
 def parameter_names(model: nn.Module) -> list[list[str]]:

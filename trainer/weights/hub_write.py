@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
@@ -97,9 +98,9 @@ def export(
     space is left, or the folder can't be written.
     """
     folder = folder if isinstance(folder, Folder) else Folder(str(folder))
-    tensors = hub_tensors(model, source, form.key_format)
-    dtypes = {n: form.dtype if form.dtype and t.dtype.is_floating_point else t.dtype for n, t in tensors.items()}
-    sizes = {name: lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items()}
+    tensors = hub_tensors(model, source, form)
+    dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
+    sizes = {name: lazy.like.nbytes for name, lazy in tensors.items()}
     # wide dtypes first, so that each tensor lies at a multiple of its own width
     files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
     # the dtype that holds all of these: frozen weights may be stored in a narrower one
@@ -109,7 +110,7 @@ def export(
         _write_description(folder, model, tokenizer, widest)
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # else old files and new ones would look like one checkpoint
-        write_files(folder, files, tensors, dtypes, advance)
+        write_files(folder, files, tensors, advance)
     if WEIGHTS not in files:
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
@@ -119,7 +120,7 @@ def export(
             folder.remove_file(name)
 
 
-def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict[str, Lazy]:
+def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> dict[str, Lazy]:
     """The hub's name -> values of a checkpoint of ``model``; nothing is read yet."""
     # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
     tied, ignored = getattr(model, "all_tied_weights_keys", {}), set(model._keys_to_ignore_on_save or ())
@@ -135,26 +136,24 @@ def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict
         array = source(name)
         return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]))
 
-    tensors = {name: leaf(known) for name, known in written.items() if name not in ignored}
-    # it wants tensors; a Lazy passes for one
-    return revert_weight_conversion(model, tensors) if key_format == "original" else tensors  # type: ignore[arg-type, return-value]
+    tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
+    if form.key_format == "original":
+        tensors = revert_weight_conversion(model, tensors)
+    other = {n for n, lazy in tensors.items() if form.dtype not in (None, lazy.dtype) and lazy.dtype.is_floating_point}
+    return tensors | {name: tensors[name].to(form.dtype) for name in other}
 
 
 def write_files(
-    folder: Folder,
-    files: Mapping[str, list[str]],
-    tensors: dict[str, Lazy],
-    dtypes: Mapping[str, torch.dtype],
-    advance: Callable[[int], None],
+    folder: Folder, files: Mapping[str, list[str]], tensors: dict[str, Lazy], advance: Callable[[int], None]
 ) -> None:
     """Writes the files one after the other; if one fails, removes those already written."""
     written = []
     try:
         for file, names in files.items():
             with folder.writing(file) as out:
-                out.write(file_header({name: (tensors[name].shape, dtypes[name]) for name in names}))
+                out.write(file_header({name: (tensors[name].shape, tensors[name].dtype) for name in names}))
                 for name in names:
-                    values = tensors.pop(name).read().to(dtypes[name])
+                    values = tensors.pop(name).read()
                     out.write(bytes_of(values))
                     advance(values.nbytes)
                     del values  # or two are held while the next is read

@@ -100,7 +100,7 @@ for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
     setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-# ---- operations that only move values: the wanted slice, where it goes, the operation's own arguments ----
+# ---- operations that only move values: a wanted slice, what it goes into, and the operation's own arguments ----
 
 
 def _move(
@@ -150,8 +150,12 @@ def _unsqueeze(where: Slices, out: torch.Tensor, tensor: Any, dim: int) -> Moved
     yield tensor, where[:dim] + where[dim + 1 :], out.squeeze(dim)
 
 
+def _to(where: Slices, out: torch.Tensor, tensor: Any, *args: Any, **kwargs: Any) -> Moved:
+    yield tensor, where, out  # of the other dtype: values are cast as they are copied into it
+
+
 MOVES: dict[str, Callable[..., Moved]] = dict.fromkeys(("cat", "concat", "concatenate"), _cat) | {
-    move.__name__[1:]: move for move in (_stack, _transpose, _narrow, _squeeze, _unsqueeze)
+    move.__name__[1:]: move for move in (_stack, _transpose, _narrow, _squeeze, _unsqueeze, _to)
 }
 
 

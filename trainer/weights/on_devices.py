@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from shardwright.files.arrays import Array, LazyArray, Slices, keeping_last, lay
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
+from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.weights.place import layer_batches, read_layer
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh
@@ -24,9 +25,7 @@ class LiveWeights:
     step changes the weights.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parameters: Tensors) -> None:
         self.model, self.plan, self.mesh, self.parameters = model, plan, mesh, parameters
         self._batches = layer_batches([entry for entry in plan.parameters if is_stacked(entry.name)])
         self._row_of = {
@@ -56,7 +55,7 @@ class LiveWeights:
         tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
         return _fetch_when_read(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
-    def _read_rows(self, place: tuple[int, int]) -> dict[str, torch.Tensor]:
+    def _read_rows(self, place: tuple[int, int]) -> Tensors:
         """A layer of each stack in a batch, on the devices; its index is data, so a batch is compiled once."""
         number, index = place
         where = sharding.place("layer", torch.tensor([index]), self.mesh, (None,))

@@ -129,18 +129,13 @@ class AdapterFiles:
 
 
 def save_adapter(
-    folder: Folder,
-    files: AdapterFiles,
-    factors: Source,
-    tokenizer: PreTrainedTokenizerBase | None,
-    console: Console | None = None,
+    folder: Folder, files: AdapterFiles, factors: Source, tokenizer: PreTrainedTokenizerBase | None, console: Console
 ) -> None:
     """Writes the adapter, its config last; raises UserError if it can't, or reads back another than was trained."""
     tensors = files.tensors(factors)
-    dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
     total = sum(lazy.like.nbytes for lazy in tensors.values())
-    with byte_bar(console or Console(quiet=True), "writing the adapter", total) as advance:
-        write_files(folder, {WEIGHTS: list(tensors)}, tensors, dtypes, advance)
+    with byte_bar(console, "writing the adapter", total) as advance:
+        write_files(folder, {WEIGHTS: list(tensors)}, tensors, advance)
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as scratch:
             tokenizer.save_pretrained(scratch)
