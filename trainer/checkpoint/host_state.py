@@ -30,7 +30,7 @@ def host_state(
     mesh: Mapping[str, int],
     asked_batch: Sequence[int],
 ) -> dict[str, Any]:
-    """The host's state after ``step``, as JSON values: with the schedule's peak and the cursor of the next batch.
+    """The host's state after ``step``, as JSON values; ``learning_rate`` is the schedule's peak, ``data`` a cursor.
 
     ``asked_batch`` is of the command: rows of a micro-batch for each device, and micro-batches a step. A run resumed on
     other devices may have trained with others.

@@ -118,11 +118,9 @@ class RunCheckpoint:
             raise manifest.damaged(self.folder, f"config.json is no config of a model ({error})") from None
         wrong += [f"{name} is not in it" for name in wanted if name not in found]
         wrong += [f"{name}, which the model has not" for name in found if name not in wanted]
-        wrong += [
-            f"{name} of shape {list(found[name])}, the model's is {list(shape)}"
-            for name, shape in wanted.items()
-            if found.get(name, shape) != shape
-        ]
+        for name, shape in wanted.items():
+            if found.get(name, shape) != shape:
+                wrong.append(f"{name} of shape {list(found[name])}, the model's is {list(shape)}")
         if wrong:
             more = f"; and {len(wrong) - 4} more" if wrong[4:] else ""
             raise UserError(

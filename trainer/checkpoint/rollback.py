@@ -25,18 +25,14 @@ class Back:
 
 def way_back(before: Back | None, step: int, spike: int) -> Back | None:
     """The way back from ``spike`` to the checkpoint of ``step``, after ``before``; None: it went there too often."""
-    if before is None or before.step != step:
-        return Back(step, spike - step, 1)
     # the checkpoint's cursor still stands before the batches that were left out then
-    return Back(step, before.batches + spike - step, before.times + 1) if before.times < MOST_TIMES else None
+    left_out, times = (before.batches, before.times) if before is not None and before.step == step else (0, 0)
+    return Back(step, left_out + spike - step, times + 1) if times < MOST_TIMES else None
 
 
 @dataclass
 class Rollbacks:
-    """The ways that a run went back: ``why`` is the notice about the last way ``back``.
-
-    ``resume`` is the checkpoint to go on from; None: the one its command names.
-    """
+    """The ways that a run went back: the last, ``why``, and where to ``resume``; None: where the run's command says."""
 
     resume: RunCheckpoint | None = None
     back: Back | None = None

@@ -197,12 +197,9 @@ class StoredTensors:
     """The tensors of a checkpoint: name -> an array, of which a slice reads only the rows that it touches.
 
     A name is found however layers were stacked when it was written: ``model.layers.3.x`` is read from
-    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round. Raises UserError if their list can't be
-    read, or does not agree with the files' sizes.
-
-    Args:
-        listing: the file that lists them; ``read`` makes the tensors of its content, or raises an error, of many types.
-        begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
+    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round. ``read`` makes the tensors of the content
+    of ``listing``, a file, or raises an error of any type; ``begin`` finds the values of a piece, so many bytes, in its
+    file. Raises UserError if the list can't be read, or does not agree with the files' sizes.
     """
 
     def __init__(

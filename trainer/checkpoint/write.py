@@ -62,13 +62,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
     Several hosts write a checkpoint together: each its shards, the first all other files, the manifest last. A ``with``
-    around it ends only when the write under way has ended.
-
-    Args:
-        texts: name -> content of the files that are the same in every checkpoint.
-        limit: the number of the run's own checkpoints to keep; None: all.
-        check_held: raises TakenOver once ``output`` is another run's.
-        notice: says from any thread that a checkpoint took another way than asked.
+    around it ends only when the write under way has ended. ``texts`` are the files that are the same in every
+    checkpoint; ``limit`` of the run's own checkpoints are kept, by default all. ``check_held`` raises TakenOver once
+    ``output`` is another run's; ``notice`` says from any thread that a checkpoint took another way than asked.
     """
 
     def __init__(
@@ -103,9 +99,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
         """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
 
-        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own. Returns the
-        steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this run comes
-        to its step.
+        A run that starts anew, or goes on from another folder's checkpoint, begins a line of its own. Returns the steps of
+        whole checkpoints that are set aside: no run removes them, but one that comes to its step replaces it.
         """
         self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))

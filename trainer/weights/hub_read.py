@@ -143,11 +143,9 @@ class HubWeights:
         # semi-private: transformers/modeling_utils.py, transformers 5.23; drops the names that a family says to ignore
         self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
         missing = (keys.missing_keys - absent) | {n for n in absent if not found.keys() & self.tied[n]}
-        known = found.keys() & state.keys()
+        shapes = {name: (list(found[name].shape), list(state[name].shape)) for name in found.keys() & state.keys()}
         misshapen = [
-            f"{name} {list(found[name].shape)} where the config says {list(state[name].shape)}"
-            for name in known
-            if found[name].shape != state[name].shape
+            f"{n} {ours} where the config says {theirs}" for n, (ours, theirs) in shapes.items() if ours != theirs
         ]
         kinds = (("missing", missing), ("left over", keys.unexpected_keys), ("of another shape", misshapen))
         wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
@@ -156,7 +154,7 @@ class HubWeights:
             why = f"{fit}: training would start from other weights than these without a word"
             instead = "the config.json that the weights were saved with, and all of the files"
             raise _refused(self.asked, "tensors " + "; tensors ".join(wrong), why, instead)
-        floating = {name: found[name].dtype for name in known if state[name].is_floating_point()}
+        floating = {name: found[name].dtype for name in shapes if state[name].is_floating_point()}
         other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]
         if other:
             text = f"{len(other)} tensors of no floating-point numbers: {first_names(other)}"
@@ -182,7 +180,16 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     if getattr(model.config, "quantization_config", None):
         why = "quantized weights are not trained, and are dequantized by each method's own library"
         raise _refused(name, "its config.json has a quantization_config", why, _PLAIN)
-    folder = Path(name) if os.path.isdir(name) else _fetched(name)
+    try:
+        folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=PATTERNS))
+    except Exception as error:  # the hub client raises many kinds
+        raise _refused(
+            name,
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "there is no such folder here, and the hub did not give its weights",
+            "a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
+            "or whose files are in the hub's cache",
+        ) from error
     return HubWeights(name, _files(name, folder), model)
 
 
@@ -201,20 +208,6 @@ def first_names(names: Iterable[str]) -> str:
     """The first eight of ``names`` in natural order, and the number of the rest."""
     names = sorted(names, key=dot_natural_key)
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-
-
-def _fetched(name: str) -> Path:
-    """The folder of a hub id's files in the hub's cache."""
-    try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
-    except Exception as error:  # the hub client raises many kinds
-        raise _refused(
-            name,
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "there is no such folder here, and the hub did not give its weights",
-            "a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
-            "or whose files are in the hub's cache",
-        ) from error
 
 
 def _files(name: str, folder: Path) -> list[Path]:

@@ -63,11 +63,9 @@ class ExportFormat:
     def split(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         """File name -> names of its tensors, from the tensors' sizes in bytes."""
         try:
+            names, size = "model{suffix}.safetensors", self.max_shard_size
             split = split_state_dict_into_shards_factory(
-                dict(sizes),
-                get_storage_size=lambda size: size,
-                filename_pattern="model{suffix}.safetensors",
-                max_shard_size=self.max_shard_size,
+                dict(sizes), get_storage_size=int, filename_pattern=names, max_shard_size=size
             )
         except ValueError as error:
             raise UserError(
@@ -79,15 +77,12 @@ class ExportFormat:
         return dict(split.filename_to_tensors)
 
 
-AS_ON_THE_HUB = ExportFormat()
-
-
 def export(
     folder: Folder | str | Path,
     model: PreTrainedModel,
     source: Source,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    form: ExportFormat = AS_ON_THE_HUB,
+    form: ExportFormat | None = None,
     console: Console | None = None,
 ) -> None:
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
@@ -97,7 +92,7 @@ def export(
     its class knows the hub's names, and ``source`` those of its own parameters and buffers. Raises UserError if no
     space is left, or the folder can't be written.
     """
-    folder = folder if isinstance(folder, Folder) else Folder(str(folder))
+    folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
     tensors = hub_tensors(model, source, form)
     dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
     sizes = {name: lazy.like.nbytes for name, lazy in tensors.items()}

@@ -1,4 +1,4 @@
-"""Places a model's weights on the devices, a parameter at a time, from any source."""
+"""Places a model's weights on the devices, a parameter at a time, from any source; rounded to int8 where planned."""
 
 from __future__ import annotations
 
