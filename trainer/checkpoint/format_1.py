@@ -29,9 +29,6 @@ _DTYPES = {str(dtype): name for dtype, name in NAMES.items()}
 _VALUES = re.compile(rb"PK\x03\x04.{4}\x00\x00.{16}\x0e\x00(..)archive/data/0", re.DOTALL)
 
 
-# ---- migration ----
-
-
 def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], state: dict[str, Any]) -> None:
     """Adds fields that old versions lack to a checkpoint's `host.json`, `training_args.json`, `trainer_state.json`."""
     arguments.setdefault("optim", "adamw")  # there was no other
@@ -50,11 +47,7 @@ def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], sta
         state["best_model_checkpoint"] = name
 
 
-# ---- tensors ----
-
-
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
-    """As `shardwright.checkpoint.tensors.open_tensors`."""
     return StoredTensors(folder, METADATA, lambda data: read_index(_index(data), files, _AROUND), _values_begin)
 
 

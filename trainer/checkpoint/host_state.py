@@ -88,9 +88,6 @@ def _as_array(text: str, dtype: Any) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
 
 
-# ---- checks ----
-
-
 def checked_host(host: dict[str, Any]) -> dict[str, Any]:
     """``host``; raises an error, of many types, unless it is as a save writes `host.json`."""
     _check(host, "step", _is_count(host["step"]))

@@ -21,10 +21,8 @@ MANIFEST = "manifest.json"
 # tensor files, nearly all of a checkpoint's bytes, and the list of the tensors; the second are format 1's
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
-TEXTS = (
-    *("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json"),
-    "adapter_config.json",  # of a run that trains an adapter
-)
+TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
+ADAPTER = "adapter_config.json"  # of a run that trains an adapter
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
 LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
@@ -103,10 +101,7 @@ def _check_is_file(folder: Folder, name: str) -> None:
 
 
 def read_manifest(folder: Folder) -> dict[str, Checksum]:
-    """Path in ``folder`` -> size and checksum, of every file of a checkpoint but the manifest itself.
-
-    Raises UserError if the manifest is missing, damaged, or of another format.
-    """
+    """The size and checksum of each other file of a checkpoint; raises UserError if there is no good manifest."""
     if not folder.exists(MANIFEST):
         found = f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one"
         why = f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's"
@@ -131,18 +126,16 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
             folder, f"format {str(version)[:80]}", why, "the version that wrote it (host.json in it says which)"
         )
     for name, entry in files.items():
-        if not (_is_name(name) and _is_checksum(entry)):
+        if not _is_entry(name, entry):
             found = f"{MANIFEST} lists {name[:200]!r}: no name of a checkpoint's file, or not its size and checksum"
             raise damaged(folder, found)
     return files
 
 
-def _is_name(name: str) -> bool:
+def _is_entry(name: str, entry: Any) -> bool:
     base = name.removeprefix(f"{TOKENIZER}/")
-    return base.isprintable() and base not in ("", ".", "..", MANIFEST) and not set(base) & set("/\\")
-
-
-def _is_checksum(entry: Any) -> bool:
+    if not base.isprintable() or base in ("", ".", "..", MANIFEST) or set(base) & set("/\\"):
+        return False
     match entry:
         case {"bytes": int(size), "xxh3": str(digest)} if len(entry) == 2:
             return type(size) is int and 0 <= size < 1 << 62 and len(digest) == 16
@@ -173,5 +166,5 @@ def _as_bytes(files: Any, version: Any = None) -> bytes:
 
 def ours(names: Sequence[str]) -> bool:
     """Whether our saves write all these names of files, so that their folder may be removed."""
-    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS}
+    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS, ADAPTER}
     return all(name in known or name.endswith(TEMPORARY) or TENSORS.fullmatch(name) for name in names)

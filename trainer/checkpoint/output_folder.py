@@ -43,10 +43,7 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
 
 @contextlib.contextmanager
 def claimed_by_all(lock: FolderLock) -> Iterator[None]:
-    """Hold ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
-
-    Raises UserError, before hours of work, if a living run holds it, it can't be written, or a host sees another one.
-    """
+    """Hold ``lock`` inside the ``with``: of several hosts the first does, and all see the folder; raises UserError."""
     with contextlib.ExitStack() as held:
         hosts().once(lambda: _claim(lock, held))
         hosts().together(lambda: _check_shared(lock.folder))

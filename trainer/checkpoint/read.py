@@ -79,7 +79,7 @@ class RunCheckpoint:
     @property
     def has_adapter(self) -> bool:
         """Whether it holds an adapter, without the weights beside it."""
-        return "adapter_config.json" in self._files
+        return manifest.ADAPTER in self._files
 
     @property
     def trainer_state(self) -> TrainerState:

@@ -36,18 +36,12 @@ _WRITTEN, _FAST = "checkpoints are written there", "a local disk's folder, or /d
 Files = Mapping[str, manifest.Checksum]  # a checkpoint's files, of all hosts, as its manifest has them
 
 
-# ---- one host's folder ----
-
-
 @dataclass(frozen=True)
 class Staging:
-    """This host's staged checkpoints of one output folder, whose absolute path is ``output`` on all hosts.
+    """This host's staged checkpoints of one output folder."""
 
-    ``root``, the folder that the user names, may have those of other output folders too.
-    """
-
-    root: Folder
-    output: str
+    root: Folder  # that the user names; it may have those of other output folders too
+    output: str  # the output folder's absolute path, the same on all hosts
 
     @property
     def place(self) -> Folder:
@@ -142,9 +136,6 @@ def _refused(root: Folder | str, found: str, why: str, instead: str) -> UserErro
     )
 
 
-# ---- to the output folder ----
-
-
 def holders(held: Sequence[Collection[str]]) -> dict[str, int]:
     """File -> the first host that holds it whole, by the names that each host has ``held``; it copies the file."""
     return {name: host for host, names in reversed([*enumerate(held)]) for name in names}
@@ -194,9 +185,7 @@ def recover(
     run, newest = job.once(lambda: (run_of(output), max(live_steps(output), default=-1)))
     found = job.gather(job.together(lambda: staging.found(run, newest)))
     todo = {step: files for staged in reversed(found) for step, files in staged.items()}
-    if not todo:
-        return
-    with claimed():
+    with claimed() if todo else contextlib.nullcontext():
         for step in sorted(todo, reverse=True):
             _recover_one(staging, output, step, todo[step], console)
 

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -37,9 +37,6 @@ Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, value
 Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 
-# ---- writing ----
-
-
 @dataclass(frozen=True)
 class TensorPart:
     """One process's part of a checkpoint: its tensor files' manifest entries, and (tensor, dtype, piece) each."""
@@ -52,33 +49,28 @@ def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPa
     """Writes the shards of ``snapshot`` into files that bear the number of this ``process``; raises StorageError."""
     part = TensorPart({}, [])
     for number in range(max(map(len, snapshot.values()), default=0)):
+        file = f"tensors-{process}-{number}.safetensors"
         held = {name: shards[number] for name, shards in snapshot.items() if number < len(shards)}
         # wide dtypes first, so that each tensor lies at a multiple of its own width
         held = dict(sorted(held.items(), key=lambda item: -item[1][1].itemsize))
-        _write_file(folder, f"tensors-{process}-{number}.safetensors", held, part)
-    return part
-
-
-def _write_file(folder: Folder, file: str, held: Mapping[str, tuple[Slices, torch.Tensor]], part: TensorPart) -> None:
-    offsets = {name: [each.start or 0 for each in where] for name, (where, _) in held.items()}
-    # semi-private: torch/distributed/checkpoint/_hf_utils.py, torch 2.9; by these its reader puts shards together
-    saved = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": at} for name, at in offsets.items()})}
-    head = file_header({name: (values.shape, values.dtype) for name, (_, values) in held.items()}, **saved)
-    state, size = xxhash.xxh3_64(), len(head)
-    with folder.open(file, "wb") as out:
-        state.update(head)
-        out.write(head)
+        offsets = {name: [each.start or 0 for each in where] for name, (where, _) in held.items()}
+        # semi-private: torch/distributed/checkpoint/_hf_utils.py, torch 2.9; by these its reader puts shards together
+        saved = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": at} for name, at in offsets.items()})}
+        head = file_header({name: (values.shape, values.dtype) for name, (_, values) in held.items()}, **saved)
+        state, size = xxhash.xxh3_64(), len(head)
         for name, (_, values) in held.items():
             piece = {"file": file, "begin": size, "length": values.nbytes}
             piece |= {"offsets": offsets[name], "shape": list(values.shape)}
             part.pieces.append((name, NAMES[values.dtype], piece))
-            data = bytes_of(values)
-            for at in range(0, len(data), BLOCK):  # a store's client copies what it is given at once
-                hosts().watchdog.progressed()
-                state.update(data[at : at + BLOCK])
-                out.write(data[at : at + BLOCK])
             size += values.nbytes
-    part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
+        with folder.open(file, "wb") as out:
+            for data in itertools.chain([memoryview(head)], (bytes_of(values) for _, values in held.values())):
+                for at in range(0, len(data), BLOCK):  # a store's client copies what it is given at once
+                    hosts().watchdog.progressed()
+                    state.update(data[at : at + BLOCK])
+                    out.write(data[at : at + BLOCK])
+        part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
+    return part
 
 
 def write_index(
@@ -124,7 +116,18 @@ def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[st
     values. Raises ValueError, which says what does not agree, or an error of another type for a value of another type.
     """
     entries = {name: _entry(name, value, around) for name, value in index.items()}
-    _check_filled((piece for entry in entries.values() for piece in entry.pieces), files)
+    # pieces fill each file up to its end, one behind the other: no byte is of two tensors
+    ends = dict.fromkeys(files, 0)
+    pieces = [piece for entry in entries.values() for piece in entry.pieces]
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin, piece.length)):
+        if piece.file not in files:
+            raise ValueError(f"a piece lies in {piece.file[:200]!r}, which is no file of tensors")
+        if piece.begin != (ends[piece.file] or piece.begin):
+            raise ValueError(f"pieces in {piece.file!r} overlap, or leave out bytes between them")
+        ends[piece.file] = piece.begin + piece.length
+    for file, end in ends.items():
+        if end != files[file]:
+            raise ValueError(f"the pieces in {file!r} end at byte {end:,} of {files[file]:,}")
     return entries
 
 
@@ -165,32 +168,11 @@ def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
     return len(boxes) == math.prod(map(len, cuts)) == len({tuple(offsets) for offsets, _ in boxes})
 
 
-def _check_filled(pieces: Iterable[Piece], files: Mapping[str, int]) -> None:
-    """Raises ValueError unless pieces fill each file up to its end, one behind the other: no byte is of two tensors."""
-    ends = dict.fromkeys(files, 0)
-    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin, piece.length)):
-        if piece.file not in files:
-            raise ValueError(f"a piece lies in {piece.file[:200]!r}, which is no file of tensors")
-        if piece.begin != (ends[piece.file] or piece.begin):
-            raise ValueError(f"pieces in {piece.file!r} overlap, or leave out bytes between them")
-        ends[piece.file] = piece.begin + piece.length
-    for file, end in ends.items():
-        if end != files[file]:
-            raise ValueError(f"the pieces in {file!r} end at byte {end:,} of {files[file]:,}")
-
-
 def _counts(values: Any) -> tuple[int, ...]:
     good = type(values) is list and len(values) <= _DIMENSIONS
     if not good or not all(type(count) is int and 0 <= count < _MOST for count in values):
         raise ValueError(f"{repr(values)[:80]} in the place of a list of counts")
     return tuple(values)
-
-
-# ---- reading ----
-
-
-_Read = Callable[[bytes], dict[str, Entry]]
-_Begin = Callable[[IO[bytes], Piece, int], int]
 
 
 class StoredTensors:
@@ -203,7 +185,11 @@ class StoredTensors:
     """
 
     def __init__(
-        self, folder: Folder, listing: str, read: _Read, begin: _Begin = lambda file, piece, _: piece.begin
+        self,
+        folder: Folder,
+        listing: str,
+        read: Callable[[bytes], dict[str, Entry]],
+        begin: Callable[[IO[bytes], Piece, int], int] = lambda file, piece, count: piece.begin,
     ) -> None:
         self.folder, self.begin, data = folder, begin, folder.read(listing)
         try:

@@ -25,19 +25,13 @@ from shardwright.xla.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model whose parameters are trained on the devices.
-
-    Args:
-        model: holds the buffers.
-        parameters: name → placed parameter; the dict that the steps share.
-        base: the source of the starting weights, under the names of ``job.facts.whole``.
-    """
+    """A model whose parameters are trained on the devices."""
 
     job: Job
-    model: PreTrainedModel
+    model: PreTrainedModel  # holds the buffers
     mesh: DeviceMesh
-    parameters: Tensors
-    base: Source
+    parameters: Tensors  # the dict that the steps share
+    base: Source  # the starting weights, under the names of `job.facts.whole`
     tokenizer: PreTrainedTokenizerBase
     console: Console
 
@@ -48,10 +42,7 @@ class TrainedModel:
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 
     def write(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model as `AutoModelForCausalLM.from_pretrained` loads it; or the adapter, as `PeftModel` loads it.
-
-        The weights are those of ``source``, by default those being trained.
-        """
+        """Write the model for `from_pretrained`, or its adapter for PEFT: the weights of ``source``, or those trained."""
         folder, facts = folder if hosts().first else UnwrittenFolder(str(folder)), self.job.facts
         source = source or LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
         with waiting(self.console, f"writing {folder} …"):

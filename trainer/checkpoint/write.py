@@ -38,10 +38,7 @@ _OVER.set_result(None)
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """The checkpoints to remove of a run's whole ones, in the order of writing, so that ``limit`` are kept.
-
-    The one written last and the one of step ``best`` are never removed.
-    """
+    """The checkpoints to remove so that ``limit`` of the ``steps``, oldest first, stay; never the last or ``best``."""
     if limit is None:
         return []
     kept = {*steps[-1:], best}
@@ -99,8 +96,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
         """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
 
-        A run that starts anew, or goes on from another folder's checkpoint, begins a line of its own. Returns the steps of
-        whole checkpoints that are set aside: no run removes them, but one that comes to its step replaces it.
+        A run that starts anew, or goes on from another folder's checkpoint, begins a line of its own. Returns the steps
+        of whole checkpoints that are set aside: no run removes them, but one that comes to its step replaces it.
         """
         self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))

@@ -23,7 +23,6 @@ class Array(Protocol):
 
     def __getitem__(self, where: Slices, /) -> torch.Tensor:
         """The values at ``where``, one slice for each dimension, as a tensor on the host."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class StorageError(TransientError):
 
 
 class Folder:
-    """A folder of files at a path on disk or a ``scheme://…`` of fsspec's, made when something is written into it.
+    """A folder of files on disk or in a store (``scheme://…``), made when something is written into it.
 
     Raises UserError if fsspec does not know the scheme, or its package is not installed.
     """

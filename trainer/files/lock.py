@@ -174,7 +174,6 @@ class _Lease:
         self.thread.start()
 
     def renew(self) -> None:
-        """Rewrites the lock; raises TakenOver if it is another's by now."""
         self.check_held()
         self._write()
 

@@ -43,10 +43,9 @@ def beside(base: Source, own: Source) -> Source:
 
 def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedModel) -> Source:
     """A source of plain weights of ``model`` (on meta): ``base`` plus ``factors``, in the dtype of ``base``."""
-    targets = frozenset(lora.targets)
 
     def source(name: str) -> Array:
-        if name not in targets:
+        if name not in lora.targets:
             return base(name)
         weight, a, b = base(name), factors(name + A), factors(name + B)
         # stored [.., in, out]

@@ -196,12 +196,9 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
 @contextmanager
 def reading(weights: HubWeights, console: Console) -> Iterator[None]:
     """Shows inside the ``with`` how many bytes of ``weights`` have been read."""
-    with byte_bar(console, "reading weights", weights.total_bytes) as advance:
-        weights.watch = advance
-        try:
-            yield
-        finally:
-            weights.watch = lambda count: None
+    with byte_bar(console, "reading weights", weights.total_bytes) as weights.watch:
+        yield
+    weights.watch = lambda count: None
 
 
 def first_names(names: Iterable[str]) -> str:

@@ -37,18 +37,13 @@ from shardwright.weights.weight_sources import Source
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The format of an export; raises UserError if there is no such key format, or the size can't be read.
+    """The format of an export; raises UserError if there is no such key format, or the size can't be read."""
 
-    Args:
-        key_format: ``original``: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes
-            them; ``new``: as transformers 5 has them in memory.
-        max_shard_size: the size of a file, such as ``5GB``; a file of a single tensor may be larger.
-        dtype: of floating-point tensors; None: the source's.
-    """
-
+    # original: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes them; new: as
+    # transformers 5 has them in memory
     key_format: str = "original"
-    max_shard_size: str = "5GB"
-    dtype: torch.dtype | None = None
+    max_shard_size: str = "5GB"  # of a file; one of a single tensor may be larger
+    dtype: torch.dtype | None = None  # of floating-point tensors; None: the source's
 
     def __post_init__(self) -> None:
         if self.key_format not in ("original", "new"):
@@ -185,7 +180,6 @@ def _write_description(
 
 
 def _copy_processor(base: str | None, folder: Path) -> None:
-    """Copies the settings of image and sound processors from the checkpoint ``base``."""
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         found = None
         with contextlib.suppress(OSError, ValueError):  # none is there

@@ -91,8 +91,7 @@ class Lazy:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    function = getattr(torch.Tensor, name)
-    return lambda self, *args: Lazy.__torch_function__(function, (), (self, *args))
+    return lambda self, *args: Lazy.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
 
 
 # Python looks operators up on the class, where __getattr__ does not reach

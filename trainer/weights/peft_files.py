@@ -42,21 +42,15 @@ _PREFIX, _TAILS = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The format of an adapter's files; raises UserError if it is ``per_expert``, and experts are fused on the hub too.
-
-    Args:
-        model: transformers' own, on meta, whose weights are adapted; perhaps a part of ``whole``, which loads them.
-        names: the names of ``model`` → those of ``whole``.
-        base: hub id or folder of the weights of ``whole``, for PEFT to find; None: unknown.
-        per_expert: under the names of the hub's weights, each expert by itself, for serving engines. PEFT loads it onto
-            Mixtral and Qwen2-MoE alone.
-    """
+    """The format of an adapter's files; raises UserError if ``per_expert``, and experts are fused on the hub too."""
 
     lora: Lora
-    model: PreTrainedModel
-    whole: PreTrainedModel
-    names: Mapping[str, str]
-    base: str | None
+    model: PreTrainedModel  # transformers' own, on meta, whose weights are adapted; perhaps a part of `whole`
+    whole: PreTrainedModel  # loads the adapter
+    names: Mapping[str, str]  # those of `model` → those of `whole`
+    base: str | None  # hub id or folder of the weights of `whole`, for PEFT to find; None: unknown
+    # under the names of the hub's weights, each expert by itself, for serving engines; PEFT loads it onto Mixtral and
+    # Qwen2-MoE alone
     per_expert: bool = False
 
     def config(self) -> dict[str, Any]:

@@ -117,6 +117,5 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
 def has_weights(model: str) -> bool:
     """Whether ``model`` has weights: a hub id does, a folder with weight files does, a config file does not."""
     path = Path(model_path(model))
-    if not os.path.exists(path):
-        return True
-    return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())
+    files = path.iterdir() if path.is_dir() else ()
+    return not os.path.exists(path) or any(".safetensors" in file.name or file.suffix == ".bin" for file in files)
