@@ -42,7 +42,7 @@ class TrainedModel:
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 
     def write(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model for `from_pretrained`, or its adapter for PEFT: the weights of ``source``, or those trained."""
+        """Write the weights of ``source``, by default those trained, for `from_pretrained`; an adapter's for PEFT."""
         folder, facts = folder if hosts().first else UnwrittenFolder(str(folder)), self.job.facts
         source = source or LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
         with waiting(self.console, f"writing {folder} …"):
