@@ -32,8 +32,7 @@ def host_state(
 ) -> dict[str, Any]:
     """The host's state after ``step``, as JSON values; ``learning_rate`` is the schedule's peak, ``data`` a cursor.
 
-    ``asked_batch`` is of the command: rows of a micro-batch for each device, and micro-batches a step. A run resumed on
-    other devices may have trained with others.
+    ``asked_batch`` is of the command: rows of a device's micro-batch, and micro-batches a step; others may be trained.
     """
     return {
         "step": step,

@@ -133,10 +133,10 @@ def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[st
 
 def _entry(name: str, value: Any, around: int) -> Entry:
     shown, shape, dtype = repr(name[:200]), _counts(value["shape"]), DTYPES[value["dtype"]]
-    pieces = [
-        Piece(each["file"], *_counts([each["begin"], each["length"]]), _counts(each["offsets"]), _counts(each["shape"]))
-        for each in value["pieces"]
-    ]
+    pieces = []
+    for each in value["pieces"]:
+        begin, length = _counts([each["begin"], each["length"]])
+        pieces.append(Piece(each["file"], begin, length, _counts(each["offsets"]), _counts(each["shape"])))
     for piece in pieces:
         if not 0 <= piece.length - math.prod(piece.shape) * dtype.itemsize <= around:
             raise ValueError(f"a piece of {shown} of shape {list(piece.shape)} has {piece.length:,} bytes")

@@ -9,7 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 
 Slices = tuple[slice, ...]
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class Array(Protocol):

@@ -14,8 +14,8 @@ def push_folder(
 ) -> str:
     """Uploads ``folder`` as one commit to ``repo``, made if need be; returns the commit's address.
 
-    ``repo`` is ``owner/name``, or a name of the token's owner; without ``token`` it is that of `hf auth login` or
-    HF_TOKEN. Raises UserError if the hub can't be reached, or refuses this token.
+    ``repo`` is ``owner/name``, or a name of the token's owner. Without ``token`` it is that of `hf auth login` or HF_TOKEN.
+    Raises UserError if the hub can't be reached, or refuses this token.
     """
     try:
         api = HfApi(token=token)

@@ -120,7 +120,7 @@ def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> d
     parameters = set(itertools.chain(*groups))
     written |= {name: name for name in model.state_dict() if name not in parameters}  # buffers
     # parameters are read whole: the hub's tensors that are cut from one follow each other
-    read = keeping_last(lambda name: whole(source(name)))
+    read: Callable[[str], torch.Tensor] = keeping_last(lambda name: whole(source(name)))
 
     def leaf(name: str) -> Lazy:
         array = source(name)
