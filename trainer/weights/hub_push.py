@@ -14,7 +14,7 @@ def push_folder(
 ) -> str:
     """Uploads ``folder`` as one commit to ``repo``, made if need be; returns the commit's address.
 
-    ``repo`` is ``owner/name``, or a name of the token's owner. Without ``token`` it is that of `hf auth login` or HF_TOKEN.
+    ``repo`` is ``owner/name``, or a name of the token's owner; ``token`` that of `hf auth login` or HF_TOKEN if None.
     Raises UserError if the hub can't be reached, or refuses this token.
     """
     try:
