@@ -13,7 +13,7 @@ import pytest
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.host_state import check_random_state, random_state
 from shardwright.checkpoint.manifest import INDEX
-from shardwright.checkpoint.tensor_index import tiles
+from shardwright.checkpoint.tensors import tiles
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 from tests.support.fuzz import checkpoints

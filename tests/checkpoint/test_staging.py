@@ -14,18 +14,9 @@ from transformers import LlamaConfig, TrainerState
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import manifest, write
-from shardwright.checkpoint.lineage import folder_of, live_steps, whole_steps
+from shardwright.checkpoint.lineage import folder_of, live_steps, steps_in, whole_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from shardwright.checkpoint.staging import (
-    Staged,
-    Staging,
-    has_room,
-    holders,
-    open_staging,
-    own_files,
-    recover,
-    recoverable,
-)
+from shardwright.checkpoint.staging import Staging, holders, open_staging, recover
 from shardwright.checkpoint.write import CheckpointWriter, run_texts
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
@@ -43,13 +34,8 @@ FILES = {name: manifest.checksum(name.encode()) for name in (PART, SECOND, REST)
 # ---- decisions ----
 
 
-def test_a_third_one_goes_to_the_output_folder_unless_the_run_is_about_to_end():
-    assert [has_room(waiting, urgent=False) for waiting in (0, 1, 2, 3)] == [True, True, False, False]
-    assert has_room(3, urgent=True)
-
-
 def test_each_host_copies_its_own_tensors_and_the_first_the_rest():
-    assert (own_files(FILES, 0), own_files(FILES, 1)) == ([PART, REST], [SECOND])
+    assert {name: manifest.writer_of(name) for name in FILES} == {PART: 0, SECOND: 1, REST: 0}
 
 
 @pytest.mark.parametrize(
@@ -63,15 +49,18 @@ def test_each_host_copies_its_own_tensors_and_the_first_the_rest():
     ],
 )
 def test_every_file_is_copied_by_the_first_host_that_has_it(held, who):
-    assert holders(FILES, held) == who
+    assert holders(held) == who
 
 
-def test_only_what_the_last_life_staged_after_the_newest_is_recovered_newest_first():
-    first, second = {30: Staged("b", FILES), 20: Staged("a", FILES)}, {40: Staged("b", {}), 30: Staged("b", FILES)}
-    assert list(recoverable([first, second], "b", 20).items()) == [(40, {}), (30, FILES)]
-    assert recoverable([first, second], "b", 40) == {}
-    assert list(recoverable([first, second], "a", -1)) == [20]
-    assert recoverable([first, second], None, -1) == {}
+def test_only_what_the_last_life_staged_after_the_newest_is_found(tmp_path):
+    staging = Staging(Folder(tmp_path), "run")
+    for step, run in ((20, "a"), (30, "b"), (40, "b")):
+        staging.seal(step, FILES, run)
+    assert staging.found("b", 20) == {30: FILES, 40: FILES}
+    assert staging.found("b", 30) == {40: FILES}
+    assert staging.found("b", 40) == {}
+    assert staging.found("a", -1) == {20: FILES}
+    assert staging.found(None, -1) == {}
 
 
 # ---- saves ----
@@ -151,17 +140,17 @@ def gate(monkeypatch) -> threading.Event:
     return opened
 
 
-def test_an_urgent_save_is_whole_while_the_copy_of_the_one_before_still_goes_on(state, tmp_path, gate):
+def test_an_urgent_save_is_whole_while_the_copies_of_those_before_still_go_on(state, tmp_path, gate):
     run = Run(tmp_path).begin()
     run.save(state, 1)
-    run.save(state, 2, urgent=True)
+    run.save(state, 2, 3, urgent=True)
     assert run.writer._written() is not None
-    assert whole_steps(run.staging.place) == [1, 2]
+    assert whole_steps(run.staging.place) == [1, 2, 3]
     assert whole_steps(run.output) == []
     gate.set()
     run.writer.wait(must_arrive=False)
-    assert live_steps(run.output) == [1, 2]
-    assert run.staging.steps() == []
+    assert live_steps(run.output) == [1, 2, 3]
+    assert steps_in(run.staging.place) == []
 
 
 def test_a_copy_that_fails_is_said_and_tried_again_at_the_next_save(state, tmp_path):
@@ -170,16 +159,16 @@ def test_a_copy_that_fails_is_said_and_tried_again_at_the_next_save(state, tmp_p
     run.save(state, 2)
     run.writer.wait()
     assert live_steps(run.output) == [1, 2]
-    assert run.staging.steps() == []
+    assert steps_in(run.staging.place) == []
 
 
-def test_a_run_that_can_t_bring_its_last_one_to_the_output_folder_ends_with_an_error(state, tmp_path):
+def test_a_run_that_can_t_bring_its_last_ones_to_the_output_folder_ends_with_an_error(state, tmp_path):
     run = Run(tmp_path).begin()
     with run.away():
         run.save(state, 1, 2)
         with pytest.raises(StorageError, match=r"checkpoint-2 to (.|\n)*no folder but this host's own"):
             run.writer.wait()
-        run.save(state, 3)  # two wait already
+        run.save(state, 3)  # two wait already, so it goes to the output folder
         with pytest.raises(StorageError, match="must not go on as if it were"):
             run.writer.wait()
     assert whole_steps(run.staging.place) == [1, 2]
@@ -194,7 +183,7 @@ def test_a_full_staging_disk_is_said_and_the_checkpoint_goes_to_the_output_folde
     assert live_steps(run.output) == [1, 2]
     assert "written to" in run.said[0]
     assert "No space left" in run.said[0]
-    assert run.staging.steps() == []
+    assert steps_in(run.staging.place) == []
 
 
 # ---- recovery ----
@@ -213,7 +202,7 @@ def test_what_was_only_staged_is_recovered_and_resumed_from(state, tmp_path):
     assert found.step == 3
     later = Run(tmp_path).begin(resume=3)
     assert list(later.writer.lineage) == [1, 2, 3]
-    assert (later.said, later.staging.steps()) == ([], [])
+    assert (later.said, steps_in(later.staging.place)) == ([], [])
     assert later.recovered() == ""
 
 
@@ -248,7 +237,7 @@ def test_one_that_is_not_whole_is_not_recovered(harm: Callable[[Folder], None], 
     assert whole_steps(run.output) == [1]
     later = Run(tmp_path).begin(resume=1)
     assert "checkpoint-2 is not what this run goes on from, and is removed" in later.said[0]
-    assert later.staging.steps() == []
+    assert steps_in(later.staging.place) == []
 
 
 def test_what_an_earlier_life_staged_is_not_recovered_once_the_run_went_another_way(state, tmp_path):

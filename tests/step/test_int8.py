@@ -8,7 +8,7 @@ import torch
 from shardwright.errors import UserError
 from shardwright.models.adapters.int8 import SCALE, from_int8, to_int8
 from shardwright.models.adapters.lora import base_of
-from shardwright.weights.int8_weights import with_int8
+from shardwright.weights.place import with_int8
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.step.test_adapters import check_gradients
 from tests.support.adapters import make_adapted

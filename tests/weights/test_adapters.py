@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
@@ -53,7 +54,7 @@ def loss_of(model, batch):
 def test_peft_loads_it_onto_the_plain_model_with_the_same_loss(trained, tmp_path, form):
     adapted, factors, batch, loss = trained
     files = replace(files_of(adapted.job), per_expert=form == "per_expert")
-    save_adapter(Folder(str(tmp_path)), files, factors, None)
+    save_adapter(Folder(str(tmp_path)), files, factors, None, Console(quiet=True))
     names = load_file(tmp_path / WEIGHTS).keys()
     expected = {
         "peft": "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight",
@@ -79,7 +80,7 @@ def test_merged_it_is_a_plain_model_folder_with_the_same_loss(trained, tmp_path)
 def test_what_was_saved_is_read_back_bit_for_bit_and_a_change_is_seen(trained, tmp_path):
     adapted, factors, _, _ = trained
     job, folder, files = adapted.job, Folder(str(tmp_path)), files_of(adapted.job)
-    save_adapter(folder, files, factors, None)
+    save_adapter(folder, files, factors, None, Console(quiet=True))
     assert read_config(folder, job.model) == job.lora
     found = open_adapter(folder, job.lora, job.model, {})
     for name, shape in adapted.shapes.items():
@@ -106,7 +107,7 @@ def test_what_was_saved_is_read_back_bit_for_bit_and_a_change_is_seen(trained, t
 def test_an_adapter_that_does_not_fit_is_refused_before_the_data_is_read(tmp_path, change, found):
     folder, job = Folder(str(tmp_path)), job_of("mixtral_ep", lora_r=2)
     shapes = job.adapted.state_dict()
-    save_adapter(folder, files_of(job), lambda name: torch.ones(shapes[name].shape), None)
+    save_adapter(folder, files_of(job), lambda name: torch.ones(shapes[name].shape), None, Console(quiet=True))
     going_on = job_of("mixtral_ep", adapter=str(tmp_path))
     assert going_on.lora == job.lora
     check_adapter(going_on)

@@ -39,6 +39,7 @@ MOVES = {
     "split": lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), [4, 12, 8])[1],
     "a chunk": lambda a, b, c, d: torch.chunk(torch.stack([a, b, c, d]), 4, dim=0)[2].squeeze(0),
     "unsqueezed": lambda a, b, c, d: torch.cat([x.unsqueeze(0) for x in (a, b, c, d)]),
+    "cast": lambda a, b, c, d: torch.stack([a, b, c, d]).to(torch.bfloat16),
 }
 
 

@@ -6,7 +6,7 @@ It is arithmetic on the arguments and the checkpoint, so every host comes to the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardwright.checkpoint.read import RunCheckpoint
@@ -16,17 +16,8 @@ from shardwright.job import Job
 OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A run's global batch: its devices, rows of a step on all of them, and :data:`OPTIONS` of its command."""
-
-    devices: int
-    rows: int
-    asked: tuple[int, ...]
-
-
-def saved_batch(resume: RunCheckpoint) -> Batch | None:
-    """The batch of the run that ``resume`` is of; None: it does not say."""
+def _saved_batch(resume: RunCheckpoint) -> tuple[int, int, tuple[int, ...]] | None:
+    """Devices, rows of a step on all, and the command's :data:`OPTIONS` of the saved run; None: it does not say."""
     mesh, axes = resume.host.get("mesh"), resume.recipe.get("batch")
     sizes: list[Any] = [resume.arguments.get(name) for name in OPTIONS]
     asked = resume.host.get("asked_batch")
@@ -36,7 +27,7 @@ def saved_batch(resume: RunCheckpoint) -> Batch | None:
     if not all(type(factor) is int and 0 < factor < 1 << 32 for factor in factors):
         return None
     rows = math.prod(mesh[axis] for axis in axes) * math.prod(sizes)
-    return Batch(math.prod(mesh.values()), rows, tuple(asked))
+    return math.prod(mesh.values()), rows, tuple(asked)
 
 
 def share_of(rows: int, shards: int, most: int) -> tuple[int, int] | None:
@@ -52,33 +43,29 @@ def kept_batch(job: Job, resume: RunCheckpoint) -> tuple[int, int] | None:
     """The two :data:`OPTIONS` that keep the global batch of ``resume``; None: those of ``job`` are to stay.
 
     They stay on as many devices as before, and where the command asks for another batch than the saved run's did.
-
-    Raises:
-        UserError: the batch can't be kept on the job's devices.
+    Raises UserError if the batch can't be kept on the job's devices.
     """
-    args, saved = job.args, saved_batch(resume)
-    asked, shards = args.asked_batch, job.plan.batch_shards
-    if saved is None or saved.devices == job.devices or saved.asked != asked or saved.rows == job.rows:
+    saved, shards = _saved_batch(resume), job.plan.batch_shards
+    if saved is None:
         return None
-    kept = share_of(saved.rows, shards, args.per_device_train_batch_size)
+    devices, rows, asked = saved
+    if devices == job.devices or asked != job.args.asked_batch or rows == job.rows:
+        return None
+    kept = share_of(rows, shards, job.args.per_device_train_batch_size)
     if kept is None:
         raise UserError(
             asked=f"to go on from {resume.folder} on {job.devices} devices",
-            found=f"its steps take {saved.rows} rows, and these devices split a batch {shards} ways",
+            found=f"its steps take {rows} rows, and these devices split a batch {shards} ways",
             why="each way takes as many rows as the next, and with another batch the data's order and the loss curve "
             "would be another run's",
-            instead=f"a number of devices whose ways divide {saved.rows}, or a --mesh of these that splits it less; or "
+            instead=f"a number of devices whose ways divide {rows}, or a --mesh of these that splits it less; or "
             "the batch that you want instead, in --per_device_train_batch_size and --gradient_accumulation_steps",
         )
     return kept
 
 
 def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
-    """``job`` with the global batch of ``resume``, whose arguments say so from here on.
-
-    Raises:
-        UserError: as :func:`kept_batch`, or the job can't be with micro-batches of that size.
-    """
+    """``job`` with the global batch of ``resume`` in its arguments; raises UserError if no such job can be."""
     kept = kept_batch(job, resume)
     if kept is None:
         return job
@@ -89,9 +76,9 @@ def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
 
 def said(job: Job, resume: RunCheckpoint) -> str | None:
     """The notice that ``job`` keeps the batch of ``resume`` on other devices; None: the command's batch stays."""
-    args, saved = job.args, saved_batch(resume)
-    now: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS}
-    if saved is None or tuple(now.values()) == args.asked_batch:
+    saved = _saved_batch(resume)
+    now: dict[str, Any] = {name: getattr(job.args, name) for name in OPTIONS}
+    if saved is None or tuple(now.values()) == job.args.asked_batch:
         return None
     options = " ".join(f"--{name} {value}" for name, value in now.items())
-    return f"{saved.rows} rows a step, as on the {saved.devices} devices before; on these {job.devices}: {options}"
+    return f"{saved[1]} rows a step, as on the {saved[0]} devices before; on these {job.devices}: {options}"

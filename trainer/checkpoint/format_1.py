@@ -12,12 +12,12 @@ import io
 import pickle
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
 from shardwright.checkpoint.lineage import folder_of, live_steps
 from shardwright.checkpoint.manifest import METADATA, is_whole, mark
-from shardwright.checkpoint.tensor_index import Piece, read_index
-from shardwright.checkpoint.tensors import StoredTensors
+from shardwright.checkpoint.tensors import Piece, StoredTensors, read_index
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import NAMES
@@ -27,9 +27,6 @@ _HEAD = 4096  # bytes in which its values begin
 _DTYPES = {str(dtype): name for dtype, name in NAMES.items()}
 # in a ZIP archive, the entry of a tensor's values, not compressed; the length of its padding follows that of its name
 _VALUES = re.compile(rb"PK\x03\x04.{4}\x00\x00.{16}\x0e\x00(..)archive/data/0", re.DOTALL)
-
-
-# ---- migration ----
 
 
 def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], state: dict[str, Any]) -> None:
@@ -50,20 +47,12 @@ def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], sta
         state["best_model_checkpoint"] = name
 
 
-# ---- tensors ----
-
-
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
-    """The tensors of the checkpoint in ``folder``; see `shardwright.checkpoint.tensors.open_tensors`."""
     return StoredTensors(folder, METADATA, lambda data: read_index(_index(data), files, _AROUND), _values_begin)
 
 
 def _values_begin(file: IO[bytes], piece: Piece, count: int) -> int:
-    """The place in ``file`` at which the ``count`` bytes of a record's values begin.
-
-    Raises:
-        ValueError: it is no record of so many.
-    """
+    """The place in ``file`` at which the ``count`` bytes of a record's values begin."""
     file.seek(piece.begin)
     found = _VALUES.search(file.read(min(_HEAD, piece.length)))
     begin = found.end() + int.from_bytes(found[1], "little") if found else piece.length
@@ -104,14 +93,13 @@ def _size(made: Any) -> list[int]:
 # ---- pickles, read as plain data: nothing that one names is imported, called or changed ----
 
 
+@dataclass(eq=False)  # compared by identity, so that no key of a dict costs more than another
 class _Made:
-    """A placeholder for a class or function that a pickle names, and for the object that it would make.
+    """A placeholder for a class or function that a pickle names, and for the object that it would make."""
 
-    Compared by identity, so that no key of a dict costs more than another.
-    """
-
-    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
-        self.name, self.arguments, self.state = name, arguments, None
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
 
     def __call__(self, *arguments: Any) -> _Made:
         return _Made(self.name, arguments)
@@ -141,18 +129,16 @@ class _ListReader(_Unpickler):
         return _Made(f"{module}.{name}")
 
     def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_in(self.stack[-1], [key, value])
+        self.set_all([self.stack.pop(), self.stack.pop()][::-1])
 
     def set_items(self) -> None:
-        items = self.pop_mark()
-        self.set_in(self.stack[-1], items)
+        self.set_all(self.pop_mark())
 
-    def set_in(self, into: Any, items: list[Any]) -> None:
+    def set_all(self, items: list[Any]) -> None:
         # the hash of nested tuples may take for ever
-        if type(into) is not dict or any(type(key) not in (str, _Made) for key in items[::2]):
+        if type(self.stack[-1]) is not dict or any(type(key) not in (str, _Made) for key in items[::2]):
             raise TypeError("no dict of names")
-        into.update(zip(items[::2], items[1::2], strict=True))
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch = {code[0]: _Unpickler.dispatch[code[0]] for code in _PLAIN} | {
         pickle.NEWOBJ[0]: _Unpickler.load_reduce,

@@ -36,19 +36,20 @@ def noted_folder(text: str, output: Folder) -> Folder:
     return Folder(text) if "/" in text else output / text
 
 
+def steps_in(output: Folder) -> list[int]:
+    """The steps of the checkpoints in ``output``, oldest first, whole or not."""
+    return sorted(int(match[1]) for name in output.names() if (match := NAME.fullmatch(name)))
+
+
 def whole_steps(output: Folder) -> list[int]:
     """The steps of the checkpoints in ``output`` whose save ended, oldest first, set aside or not."""
-    steps = sorted(int(match[1]) for name in output.names() if (match := NAME.fullmatch(name)))
-    return [step for step in steps if manifest.is_whole(folder_of(output, step))]
+    return [step for step in steps_in(output) if manifest.is_whole(folder_of(output, step))]
 
 
 def live_steps(output: Folder) -> list[int]:
-    """The steps of the live run's checkpoints whose save ended, oldest first.
+    """The steps of the live run's checkpoints whose save ended, oldest first; UserError if `lineage.json` is damaged.
 
     In a folder without a `lineage.json`, to which checkpoints were copied, none is set aside.
-
-    Raises:
-        UserError: `lineage.json` is damaged.
     """
     whole = whole_steps(output)
     if not output.exists(LINEAGE):
@@ -68,10 +69,8 @@ def live_steps(output: Folder) -> list[int]:
 
 def run_of(output: Folder) -> str | None:
     """The life that the live run began last; None where no `lineage.json` says so."""
-    if not output.exists(LINEAGE):
-        return None
     try:
-        return str(json.loads(output.read(LINEAGE))["run"])
+        return str(json.loads(output.read(LINEAGE))["run"]) if output.exists(LINEAGE) else None
     except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or without a life
         return None
 
@@ -83,7 +82,6 @@ def write_lineage(output: Folder, steps: Iterable[int], run: str) -> None:
 
 def line_to(output: Folder, step: int, ancestors: Lineage) -> Lineage:
     """The lineage of ``output``'s checkpoint of ``step``: its noted ``ancestors`` that are unchanged since, and it."""
-    whole = set(whole_steps(output))
-    known = {other: mark for other, mark in ancestors.items() if other in whole}
-    found = [other for other, mark in known.items() if manifest.mark(folder_of(output, other)) == mark]
-    return {other: manifest.mark(folder_of(output, other)) for other in [*found, step]}
+    marks = {other: manifest.mark(folder_of(output, other)) for other in whole_steps(output) if other in ancestors}
+    line = {other: mark for other, mark in ancestors.items() if marks.get(other) == mark}
+    return line | {step: manifest.mark(folder_of(output, step))}

@@ -21,10 +21,8 @@ MANIFEST = "manifest.json"
 # tensor files, nearly all of a checkpoint's bytes, and the list of the tensors; the second are format 1's
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
-TEXTS = (
-    *("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json"),
-    "adapter_config.json",  # of a run that trains an adapter
-)
+TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
+ADAPTER = "adapter_config.json"  # of a run that trains an adapter
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
 LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
@@ -33,7 +31,7 @@ Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 che
 
 
 def write_manifest(folder: Folder, files: Mapping[str, Checksum]) -> None:
-    """Declares ``files`` (path in ``folder`` -> size and checksum) to be a whole checkpoint."""
+    """Declares ``files``, by their paths in ``folder``, to be a whole checkpoint."""
     folder.write(MANIFEST, _as_bytes(files))
 
 
@@ -43,14 +41,8 @@ def mark(folder: Folder) -> str:
 
 
 def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
-    """Asks the disk or the store whether the files just written are there; reads the manifest alone.
-
-    Raises:
-        StorageError: names the file that is gone, or is not what this process wrote.
-    """
-    wrong = [
-        name for name, written in files.items() if not folder.exists(name) or folder.size(name) != written["bytes"]
-    ]
+    """Raises StorageError unless the files just written are there and as large; reads the manifest alone."""
+    wrong = [name for name, entry in files.items() if not folder.exists(name) or folder.size(name) != entry["bytes"]]
     if not wrong and (not folder.exists(MANIFEST) or folder.read(MANIFEST) != _as_bytes(files)):
         wrong = [MANIFEST]
     if wrong:
@@ -71,10 +63,6 @@ def is_whole(folder: Folder) -> bool:
     return folder.exists(MANIFEST)
 
 
-def is_tensors(name: str) -> bool:
-    return TENSORS.fullmatch(name) is not None
-
-
 def writer_of(name: str) -> int:
     """The number of the host that wrote a file: each host its own tensors, the first host all else."""
     match = TENSORS.fullmatch(name)
@@ -86,39 +74,26 @@ def format_of(files: Iterable[str]) -> int:
 
 
 def check(
-    folder: Folder, names: Iterable[str] | None = None, progress: Callable[[int], None] = lambda count: None
+    folder: Folder, files: Mapping[str, Checksum] | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Reads files of a checkpoint, by default all, and compares their sizes and checksums with the manifest's.
-
-    Raises:
-        UserError: names the file that is missing, cut short, or changed; or there is no manifest.
-    """
-    files = read_manifest(folder)
-    for name in files if names is None else names:
-        check_file(folder, name, files[name], progress)
-
-
-def check_file(
-    folder: Folder, name: str, written: Checksum, progress: Callable[[int], None] = lambda count: None
-) -> None:
-    """Raises UserError unless a file of a checkpoint is as it was ``written``; see :func:`check`."""
-    _check_is_file(folder, name)
-    size = folder.size(name)
-    if size != written["bytes"]:
-        raise damaged(folder, f"{name} has {size:,} bytes, and had {written['bytes']:,} when it was written")
-    if not is_tensors(name) and size > LARGEST:
-        raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
-    state = xxhash.xxh3_64()
-    with folder.open(name, "rb") as file:
-        while block := file.read(BLOCK):
-            state.update(block)
-            progress(len(block))
-    if state.hexdigest() != written["xxh3"]:
-        raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
+    """Raises UserError, which names the file, unless ``files``, by default all of the manifest, are as written."""
+    for name, written in (read_manifest(folder) if files is None else files).items():
+        _check_is_file(folder, name)
+        size = folder.size(name)
+        if size != written["bytes"]:
+            raise damaged(folder, f"{name} has {size:,} bytes, and had {written['bytes']:,} when it was written")
+        if size > LARGEST and not TENSORS.fullmatch(name):
+            raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
+        state = xxhash.xxh3_64()
+        with folder.open(name, "rb") as file:
+            while block := file.read(BLOCK):
+                state.update(block)
+                progress(len(block))
+        if state.hexdigest() != written["xxh3"]:
+            raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
 
 
 def _check_is_file(folder: Folder, name: str) -> None:
-    """Raises UserError unless ``name`` is a file of the folder's own."""
     if not folder.exists(name):
         raise damaged(folder, f"{name} is missing")
     if not folder.is_file(name):
@@ -126,18 +101,11 @@ def _check_is_file(folder: Folder, name: str) -> None:
 
 
 def read_manifest(folder: Folder) -> dict[str, Checksum]:
-    """Path in ``folder`` -> size and checksum, of every file of a checkpoint but the manifest itself.
-
-    Raises:
-        UserError: the manifest is missing, damaged, or of another format.
-    """
+    """The size and checksum of each other file of a checkpoint; raises UserError if there is no good manifest."""
     if not folder.exists(MANIFEST):
-        raise UserError(
-            asked=f"the checkpoint {folder}",
-            found=f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one",
-            why=f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's",
-            instead="--resume_from_checkpoint latest, or the path of a checkpoint-N folder",
-        )
+        found = f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one"
+        why = f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's"
+        raise damaged(folder, found, why, "--resume_from_checkpoint latest, or the path of a checkpoint-N folder")
     _check_is_file(folder, MANIFEST)
     if (size := folder.size(MANIFEST)) > LARGEST_MANIFEST:
         raise damaged(folder, f"{MANIFEST} has {size:,} bytes, and lists a few files")
@@ -153,30 +121,25 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
     if not isinstance(files, dict):
         raise damaged(folder, f"{MANIFEST} lists no files")
     if type(version) is not int or version != format_of(files):
-        raise UserError(
-            asked=f"the checkpoint {folder}",
-            found=f"format {str(version)[:80]}",
-            why=f"this version of Shardwright reads formats 1 to {FORMAT}",
-            instead="the version that wrote it (host.json in it says which)",
+        why = f"this version of Shardwright reads formats 1 to {FORMAT}"
+        raise damaged(
+            folder, f"format {str(version)[:80]}", why, "the version that wrote it (host.json in it says which)"
         )
     for name, entry in files.items():
-        if not (_is_name(name) and _is_checksum(entry)):
+        if not _is_entry(name, entry):
             found = f"{MANIFEST} lists {name[:200]!r}: no name of a checkpoint's file, or not its size and checksum"
             raise damaged(folder, found)
     return files
 
 
-def _is_name(name: str) -> bool:
-    """Whether a checkpoint may hold a file of that name: one of its own folder, or of the tokenizer's in it."""
+def _is_entry(name: str, entry: Any) -> bool:
     base = name.removeprefix(f"{TOKENIZER}/")
-    return base.isprintable() and base not in ("", ".", "..") and not set(base) & set("/\\") and base != MANIFEST
-
-
-def _is_checksum(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.keys() != {"bytes", "xxh3"}:
+    if not base.isprintable() or base in ("", ".", "..", MANIFEST) or set(base) & set("/\\"):
         return False
-    size, digest = entry["bytes"], entry["xxh3"]
-    return type(size) is int and 0 <= size < 1 << 62 and isinstance(digest, str) and len(digest) == 16
+    match entry:
+        case {"bytes": int(size), "xxh3": str(digest)} if len(entry) == 2:
+            return type(size) is int and 0 <= size < 1 << 62 and len(digest) == 16
+    return False
 
 
 def remove(folder: Folder) -> None:
@@ -185,14 +148,13 @@ def remove(folder: Folder) -> None:
     folder.remove()
 
 
-def damaged(folder: Folder, found: str) -> UserError:
-    """The error that says how a checkpoint's files are damaged."""
-    return UserError(
-        asked=f"the checkpoint {folder}",
-        found=found,
-        why="a state that is not what was saved must not be trained on",
-        instead="an older checkpoint: --resume_from_checkpoint latest takes the newest whole one",
-    )
+def damaged(
+    folder: Folder,
+    found: str,
+    why: str = "a state that is not what was saved must not be trained on",
+    instead: str = "an older checkpoint: --resume_from_checkpoint latest takes the newest whole one",
+) -> UserError:
+    return UserError(asked=f"the checkpoint {folder}", found=found, why=why, instead=instead)
 
 
 def _as_bytes(files: Any, version: Any = None) -> bytes:
@@ -204,5 +166,5 @@ def _as_bytes(files: Any, version: Any = None) -> bytes:
 
 def ours(names: Sequence[str]) -> bool:
     """Whether our saves write all these names of files, so that their folder may be removed."""
-    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS}
-    return all(name in known or name.endswith(TEMPORARY) or is_tensors(name) for name in names)
+    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS, ADAPTER}
+    return all(name in known or name.endswith(TEMPORARY) or TENSORS.fullmatch(name) for name in names)

@@ -21,53 +21,45 @@ COMPILE_PAGE = "compile.html"  # a compile report, put there beforehand: the run
 def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
     """The run's output folder; a resumed run goes on in the one that it has. Nothing is written.
 
-    Raises:
-        UserError: it is a file; or the run ``writes``, and it holds something that may not be written over.
+    Raises UserError if it is a file; or the run ``writes``, and it holds something that may not be written over.
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
-    if not folder.remote and os.path.isfile(str(folder)):
-        raise _taken(folder, "a file", "")
     entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]
-    if writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
-        raise _taken(
-            folder,
-            f"a folder that holds {len(entries)} entries",
-            ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run",
+    found = more = ""
+    if not folder.remote and os.path.isfile(str(folder)):
+        found = "a file"
+    elif writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
+        found = f"a folder that holds {len(entries)} entries"
+        more = ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run"
+    if found:
+        raise UserError(
+            asked=f"--output_dir {folder}",
+            found=found,
+            why="a run never writes over what another left, unless told to",
+            instead="another --output_dir" + more,
         )
     return folder
 
 
 @contextlib.contextmanager
-def claim(lock: FolderLock) -> Iterator[None]:
-    """Hold ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
-
-    Raises:
-        UserError: it can't be, or a living run holds it: refused before hours of work.
-    """
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(lock)
-        except StorageError as error:
-            raise StorageError(  # still transient: the folder may come back to a run that had it before
-                asked=f"--output_dir {lock.folder}",
-                found=error.found,
-                why="the run writes its model and its log there",
-                instead="a folder that this user may write to",
-            ) from None
-        yield
-
-
-@contextlib.contextmanager
 def claimed_by_all(lock: FolderLock) -> Iterator[None]:
-    """Hold ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
-
-    Raises:
-        UserError: as :func:`claim`; or another host sees another folder.
-    """
+    """Hold ``lock`` inside the ``with``: of several hosts the first does, and all see the folder; raises UserError."""
     with contextlib.ExitStack() as held:
-        hosts().once(lambda: held.enter_context(claim(lock)))
-        hosts().together(lambda: check_shared(lock.folder))
+        hosts().once(lambda: _claim(lock, held))
+        hosts().together(lambda: _check_shared(lock.folder))
         yield
+
+
+def _claim(lock: FolderLock, held: contextlib.ExitStack) -> None:
+    try:
+        held.enter_context(lock)
+    except StorageError as error:
+        raise StorageError(  # still transient: the folder may come back to a run that had it before
+            asked=f"--output_dir {lock.folder}",
+            found=error.found,
+            why="the run writes its model and its log there",
+            instead="a folder that this user may write to",
+        ) from None
 
 
 def output_folder(args: TrainingArguments) -> Folder:
@@ -75,19 +67,19 @@ def output_folder(args: TrainingArguments) -> Folder:
     return (Folder if hosts().first else UnwrittenFolder)(str(args.output_dir))
 
 
-def check_shared(folder: Folder) -> None:
-    """Raise UserError unless this host sees the folder that the first host has just claimed."""
-    for _ in range(_LOOKS if hosts().several else 0):
+def _check_shared(folder: Folder) -> None:
+    if not hosts().several:
+        return
+    for _ in range(_LOOKS):
         if folder.exists(LOCK):
             return
         time.sleep(1)  # a network mount may show a file a little later
-    if hosts().several:
-        raise UserError(
-            asked=f"--output_dir {folder}",
-            found="the first host's folder of that name is not the one that this host sees",
-            why="every host writes its part of a checkpoint there, and reads its part of it",
-            instead="a folder in a store (gs://…), or on a disk that all hosts mount",
-        )
+    raise UserError(
+        asked=f"--output_dir {folder}",
+        found="the first host's folder of that name is not the one that this host sees",
+        why="every host writes its part of a checkpoint there, and reads its part of it",
+        instead="a folder in a store (gs://…), or on a disk that all hosts mount",
+    )
 
 
 def _default(args: TrainingArguments, recipe_name: str) -> str:
@@ -107,12 +99,3 @@ def resumes_in(asked: str | None, folder: Folder) -> bool:
 
 def _holds_something(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and any(entry.name != COMPILE_PAGE for entry in path.iterdir()))
-
-
-def _taken(folder: Folder, found: str, more: str) -> UserError:
-    return UserError(
-        asked=f"--output_dir {folder}",
-        found=found,
-        why="a run never writes over what another left, unless told to",
-        instead="another --output_dir" + more,
-    )

@@ -12,14 +12,14 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from shardwright.checkpoint import format_1, json_checks, manifest, tensors
+from shardwright.checkpoint import format_1, host_state, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from shardwright.checkpoint.same_model import differences
 from shardwright.errors import UserError, command
@@ -31,28 +31,28 @@ from shardwright.models.adapters.lora import own_parameters
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 
+T = TypeVar("T")
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
 BUFFER = " buffer"  # follows a buffer's name, as the names of optimizer state follow a parameter's
 
 
 class RunCheckpoint:
-    """A run's checkpoint, on disk or in a store: the host's state, and a source of its tensors.
+    """A run's checkpoint, on disk or in a store: the host's state, and a source of its tensors; needs no device.
 
-    Needs no device. Constructing one checks and reads its small files; :meth:`check_tensors` checks the others.
-
-    Raises:
-        UserError: there is no whole checkpoint in ``folder``, or one of its small files is damaged.
+    Constructing one checks and reads its small files, and raises UserError if one is damaged or the checkpoint is not
+    whole; :meth:`check_tensors` checks the others.
     """
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self._files = manifest.read_manifest(folder)
-        manifest.check(folder, [name for name in self._files if not manifest.is_tensors(name)])
-        self.host: dict[str, Any] = self._json("host.json", json_checks.check_host)
-        self.arguments: dict[str, Any] = self._json("training_args.json", json_checks.check_arguments)
-        self.recipe: dict[str, Any] = self._json("recipe.json")
-        self._trainer_state = self._json("trainer_state.json", json_checks.check_trainer_state)
-        sizes = {name: int(entry["bytes"]) for name, entry in self._files.items() if manifest.is_tensors(name)}
+        self._parts = {name: entry for name, entry in self._files.items() if manifest.TENSORS.fullmatch(name)}
+        manifest.check(folder, {name: entry for name, entry in self._files.items() if name not in self._parts})
+        self.host = self._json("host.json", host_state.checked_host)
+        self.arguments = self._json("training_args.json", host_state.checked_arguments)
+        self.recipe: dict[str, Any] = self._json("recipe.json", dict)
+        self._trainer_state = self._json("trainer_state.json", host_state.checked_trainer_state)
+        sizes = {name: int(entry["bytes"]) for name, entry in self._parts.items()}
         if manifest.format_of(self._files) == 1:
             format_1.migrate(folder, self.host, self.arguments, self._trainer_state)
             self._tensors = format_1.open_tensors(folder, sizes)
@@ -70,20 +70,16 @@ class RunCheckpoint:
             return self._tensors(name + BUFFER)
 
     def check_tensors(self, console: Console) -> None:
-        """Compares every tensor file with its size and checksum in the manifest; several hosts share the files.
-
-        Raises:
-            UserError: names the file that is missing or damaged.
-        """
-        names = [name for name in self._files if manifest.is_tensors(name)][hosts().index :: hosts().count]
-        total = sum(int(self._files[name]["bytes"]) for name in names)
+        """Raises UserError, which names the file, unless all tensor files are as written; several hosts share them."""
+        mine = dict([*self._parts.items()][hosts().index :: hosts().count])
+        total = sum(int(entry["bytes"]) for entry in mine.values())
         with byte_bar(console, f"checking {self.folder}", total) as advance:
-            hosts().together(lambda: manifest.check(self.folder, names, advance))
+            hosts().together(lambda: manifest.check(self.folder, mine, advance))
 
     @property
     def has_adapter(self) -> bool:
         """Whether it holds an adapter, without the weights beside it."""
-        return "adapter_config.json" in self._files
+        return manifest.ADAPTER in self._files
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -91,11 +87,7 @@ class RunCheckpoint:
 
     @property
     def config(self) -> PretrainedConfig:
-        values = self._json("config.json")
-        try:
-            return config_of(values)
-        except Exception as error:  # of many types: each of transformers' classes checks its values in its own way
-            raise self._unusable("config.json", error) from error
+        return self._json("config.json", config_of)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -108,7 +100,7 @@ class RunCheckpoint:
                 tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
                 tokenizer("text")  # it reads some settings only now
                 return tokenizer
-            except Exception as error:  # of many types, as for the config
+            except Exception as error:  # of many types, as in _json
                 raise self._unusable(manifest.TOKENIZER, error) from error
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
@@ -119,14 +111,16 @@ class RunCheckpoint:
         wanted = {name: tuple(t.shape) for name, t in {**own_parameters(model), **saved_buffers(model)}.items()}
         names = (name for name in self._tensors.names() if " " not in name or name.endswith(BUFFER))
         found = {name: tuple(self._tensors(name).shape) for name in names if name != METRICS}
-        wrong = self._other_settings(config or model.config)
+        saved: dict[str, Any] = self._json("config.json", dict)
+        try:
+            wrong = differences(saved, config or model.config)
+        except Exception as error:  # transformers' config classes raise many types
+            raise manifest.damaged(self.folder, f"config.json is no config of a model ({error})") from None
         wrong += [f"{name} is not in it" for name in wanted if name not in found]
         wrong += [f"{name}, which the model has not" for name in found if name not in wanted]
-        wrong += [
-            f"{name} of shape {list(found[name])}, the model's is {list(shape)}"
-            for name, shape in wanted.items()
-            if found.get(name, shape) != shape
-        ]
+        for name, shape in wanted.items():
+            if found.get(name, shape) != shape:
+                wrong.append(f"{name} of shape {list(found[name])}, the model's is {list(shape)}")
         if wrong:
             more = f"; and {len(wrong) - 4} more" if wrong[4:] else ""
             raise UserError(
@@ -148,20 +142,10 @@ class RunCheckpoint:
                 f"({command('export')}), and give --model that folder",
             )
 
-    def _other_settings(self, config: PretrainedConfig) -> list[str]:
-        try:
-            return differences(self._json("config.json"), config)
-        except UserError:
-            raise
-        except Exception as error:  # transformers' config classes raise many types
-            raise manifest.damaged(self.folder, f"config.json is no config of a model ({error})") from None
-
     def best_for(self, output: Folder) -> str | None:
         """The best checkpoint's note for a run in ``output`` that goes on from here, if there is one."""
-        best, home = self.trainer_state.best_model_checkpoint, self.folder.parent
-        if best is None:
-            return None
-        return noted(noted_folder(best, home), output)
+        best = self.trainer_state.best_model_checkpoint
+        return None if best is None else noted(noted_folder(best, self.folder.parent), output)
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
         """A line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
@@ -172,19 +156,17 @@ class RunCheckpoint:
             if name not in unimportant and name in self.arguments and self.arguments[name] != value
         ]
 
-    def _json(self, name: str, check: Callable[[dict[str, Any]], None] = lambda value: None) -> dict[str, Any]:
-        """The content of a file that the manifest names; ``check`` raises an error if it is wrong."""
+    def _json(self, name: str, make: Callable[[dict[str, Any]], T]) -> T:
+        """The result of ``make``, which raises an error if it is wrong, on the content of a file of the manifest."""
         self._check_listed(name)
+        data = self.folder.read(name)
         try:
-            value = json.loads(self.folder.read(name))
+            value = json.loads(data)
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__} in the place of a dict")
-            check(value)
-            return value
-        except UserError:
-            raise
+            return make(value)
         except Exception as error:  # of many types: values of wrong types fail anywhere
-            raise self._unusable(name, error) from None
+            raise self._unusable(name, error) from error
 
     def _check_listed(self, name: str) -> None:
         if name not in self._files:
@@ -201,11 +183,7 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def open_checked(folder: Folder, console: Console) -> RunCheckpoint:
-    """The checkpoint in ``folder``, once all of its files are found to be as they were written.
-
-    Raises:
-        UserError: there is no whole checkpoint, or names the file that is missing or damaged.
-    """
+    """The checkpoint in ``folder``; raises UserError, which names the file, unless it is whole and as written."""
     found = RunCheckpoint(folder)
     found.check_tensors(console)
     return found
@@ -218,10 +196,8 @@ def find_checkpoint(
 
     ``latest`` passes over damaged ones, and says so; it does not see those that were set aside. None if nothing was
     asked for, or nothing was saved yet. Several hosts find the same. ``accept`` raises UserError if the run can't go on
-    from a checkpoint, before its tensor files are read, which ends the search.
-
-    Raises:
-        UserError: the checkpoint at the path is damaged or not there; all of ``output`` are damaged; or ``accept``'s.
+    from a checkpoint, before its tensor files are read, which ends the search. Raises UserError too if the checkpoint
+    at the path is damaged or not there, or all of ``output`` are damaged.
     """
     if asked is None:
         return None
@@ -232,19 +208,18 @@ def find_checkpoint(
         return found
     problems = []
     for step in reversed(hosts().once(lambda: live_steps(output))):
-        folder = folder_of(output, step)
         try:
-            found = hosts().together(functools.partial(RunCheckpoint, folder))
+            found = hosts().together(functools.partial(RunCheckpoint, folder_of(output, step)))
         except UserError as error:
-            problems.append(_passed_over(step, error, console))
-            continue
-        accept(found)
-        try:
-            found.check_tensors(console)
-        except UserError as error:
-            problems.append(_passed_over(step, error, console))
-            continue
-        return found
+            problems.append(error.found)
+        else:
+            accept(found)
+            try:
+                found.check_tensors(console)
+                return found
+            except UserError as error:
+                problems.append(error.found)
+        say(console, f"checkpoint-{step} is passed over: {problems[-1]}")
     if problems:
         raise UserError(
             asked="--resume_from_checkpoint latest",
@@ -254,9 +229,3 @@ def find_checkpoint(
         )
     say(console, f"no checkpoint in {output} yet: training starts anew")
     return None
-
-
-def _passed_over(step: int, error: UserError, console: Console) -> str:
-    """Says on the console that a checkpoint is damaged; returns what was found."""
-    say(console, f"checkpoint-{step} is passed over: {error.found}")
-    return error.found

@@ -25,29 +25,22 @@ class Back:
 
 def way_back(before: Back | None, step: int, spike: int) -> Back | None:
     """The way back from ``spike`` to the checkpoint of ``step``, after ``before``; None: it went there too often."""
-    if before is None or before.step != step:
-        return Back(step, spike - step, 1)
     # the checkpoint's cursor still stands before the batches that were left out then
-    return Back(step, before.batches + spike - step, before.times + 1) if before.times < MOST_TIMES else None
+    left_out, times = (before.batches, before.times) if before is not None and before.step == step else (0, 0)
+    return Back(step, left_out + spike - step, times + 1) if times < MOST_TIMES else None
 
 
+@dataclass
 class Rollbacks:
-    """The ways that a run went back.
+    """The ways that a run went back: the last, ``why``, and where to ``resume``; None: where the run's command says."""
 
-    Attributes:
-        resume: the checkpoint to go on from; None: the one its command names.
-        why: the notice about the last way ``back``.
-    """
-
-    def __init__(self) -> None:
-        self.resume: RunCheckpoint | None = None
-        self.back: Back | None = None
-        self.why = ""
+    resume: RunCheckpoint | None = None
+    back: Back | None = None
+    why: str = ""
 
     def prepare(self, error: Spiked, newest: RunCheckpoint | None) -> bool:
         """Choose the way back from ``error`` to ``newest``; returns whether there is one."""
-        back = None if newest is None else way_back(self.back, newest.step, error.step)
-        if newest is None or back is None:
+        if newest is None or (back := way_back(self.back, newest.step, error.step)) is None:
             return False
         self.resume, self.back = newest, back
         left_out = f"the {back.batches} batches after it are left out"

@@ -10,20 +10,18 @@ from typing import Any
 from transformers import PretrainedConfig
 
 # Keys that change no number of a step, wherever in the config they stand; every other key counts.
-CHANGE_NO_NUMBER = frozenset(
-    {
-        # where it came from, and what wrote it
-        *("_name_or_path", "architectures", "transformers_version"),
-        # stored dtypes are the run's choice, and other_options names them
-        *("dtype", "torch_dtype"),
-        # outputs of a forward, and its cache for generation; Loss says itself whether router logits are wanted
-        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
-        # labels of classifiers
-        *("id2label", "label2id", "problem_type"),
-        # where generation begins and ends; padding's token does count, for its embedding gets no gradient
-        *("bos_token_id", "eos_token_id"),
-    }
-)
+CHANGE_NO_NUMBER = {
+    # where it came from, and what wrote it
+    *("_name_or_path", "architectures", "transformers_version"),
+    # stored dtypes are the run's choice, and other_options names them
+    *("dtype", "torch_dtype"),
+    # outputs of a forward, and its cache for generation; Loss says itself whether router logits are wanted
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
+    # labels of classifiers
+    *("id2label", "label2id", "problem_type"),
+    # where generation begins and ends; padding's token does count, for its embedding gets no gradient
+    *("bos_token_id", "eos_token_id"),
+}
 
 
 def differences(saved: Mapping[str, Any], config: PretrainedConfig) -> list[str]:

@@ -23,7 +23,7 @@ import xxhash
 from rich.console import Console
 
 from shardwright.checkpoint import manifest
-from shardwright.checkpoint.lineage import NAME, folder_of, live_steps, run_of, whole_steps, write_lineage
+from shardwright.checkpoint.lineage import folder_of, live_steps, run_of, whole_steps, write_lineage
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import Hosts, hosts
@@ -32,64 +32,16 @@ from shardwright.report.lines import say
 
 NOTE = "staged.json"
 MOST = 2  # checkpoints that wait for the output folder; a third is written there directly
-_PROBE = ".host-"
+_WRITTEN, _FAST = "checkpoints are written there", "a local disk's folder, or /dev/shm"
 Files = Mapping[str, manifest.Checksum]  # a checkpoint's files, of all hosts, as its manifest has them
-
-
-# ---- decisions ----
-
-
-def has_room(waiting: int, urgent: bool) -> bool:
-    """Whether a checkpoint is staged while ``waiting`` others are still on their way; an ``urgent`` one always is."""
-    return urgent or waiting < MOST
-
-
-def own_files(files: Files, index: int) -> list[str]:
-    """The files of a checkpoint that host ``index`` wrote."""
-    return [name for name in files if manifest.writer_of(name) == index]
-
-
-def holders(files: Files, held: Sequence[Collection[str]]) -> dict[str, int]:
-    """File -> the first host that holds it whole, by the names that each host has ``held``; it copies the file."""
-    first = {name: next((host for host, names in enumerate(held) if name in names), None) for name in files}
-    return {name: host for name, host in first.items() if host is not None}
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A checkpoint that the life ``run`` staged, with the ``files`` of all hosts, which are not checked yet."""
-
-    run: str
-    files: Files
-
-
-def recoverable(found: Sequence[Mapping[int, Staged]], run: str | None, newest: int) -> dict[int, Files]:
-    """The checkpoints, newest first, that the life ``run`` staged after step ``newest``: step -> their files.
-
-    Another life's are left out: the output folder's run has gone another way since.
-    """
-    wanted: dict[int, Files] = {}
-    for staged in found:
-        for step, each in staged.items():
-            if each.run == run and step > newest:
-                wanted.setdefault(step, each.files)
-    return dict(sorted(wanted.items(), reverse=True))
-
-
-# ---- one host's folder ----
 
 
 @dataclass(frozen=True)
 class Staging:
-    """This host's staged checkpoints of one output folder.
+    """This host's staged checkpoints of one output folder."""
 
-    Args:
-        root: the folder that the user names, which may have those of other output folders too.
-        output: the output folder's absolute path; the same on all hosts.
-    """
-
-    root: Folder
-    output: str
+    root: Folder  # that the user names; it may have those of other output folders too
+    output: str  # the output folder's absolute path, the same on all hosts
 
     @property
     def place(self) -> Folder:
@@ -103,18 +55,17 @@ class Staging:
         folder.write(NOTE, json.dumps({"output": self.output, "run": run}).encode())
         manifest.write_manifest(folder, files)
 
-    def steps(self) -> list[int]:
-        """The steps of all that lies here for the output folder, whole or not."""
-        return sorted(int(match[1]) for name in self.place.names() if (match := NAME.fullmatch(name)))
+    def found(self, run: str | None, newest: int) -> dict[int, Files]:
+        """Step -> the files, not checked yet, of the checkpoints that the life ``run`` staged after step ``newest``.
 
-    def found(self) -> dict[int, Staged]:
-        """Step -> the checkpoints of the output folder that lie here and were whole once."""
-        made = {}
+        Another life's are left out: the output folder's run has gone another way since.
+        """
+        made: dict[int, Files] = {}
         for step in whole_steps(self.place):
             folder = folder_of(self.place, step)
             with contextlib.suppress(UserError, ValueError, KeyError, TypeError):  # it was damaged since
-                note = json.loads(folder.read(NOTE))
-                made[step] = Staged(str(note["run"]), manifest.read_manifest(folder))
+                if step > newest and str(json.loads(folder.read(NOTE))["run"]) == run:
+                    made[step] = manifest.read_manifest(folder)
         return made
 
     def others(self) -> list[str]:
@@ -138,13 +89,14 @@ class Staging:
 
     def check(self, job: Hosts) -> None:
         """Raise UserError unless every host can write here, each into a folder that no other host sees."""
-        token = job.once(lambda: uuid.uuid4().hex)
-        job.together(lambda: self._make(f"{_PROBE}{token}-{job.index}"))
+        probes = f".host-{job.once(lambda: uuid.uuid4().hex)}-"
+        own = f"{probes}{job.index}"
+        job.together(lambda: self._make(own))
         try:
-            job.together(lambda: self._check_own(f"{_PROBE}{token}-", job.index))
+            job.together(lambda: self._check_own(probes, own))
         finally:
             with contextlib.suppress(UserError):
-                self.place.remove_file(f"{_PROBE}{token}-{job.index}")
+                self.place.remove_file(own)
 
     def _make(self, probe: str) -> None:
         path = str(self.place)
@@ -154,43 +106,28 @@ class Staging:
                 raise PermissionError(f"{path} is another user's")
             self.place.write(probe, b"")
         except (OSError, StorageError) as error:
-            words = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            raise _refused(
-                self.root, words, "checkpoints are written there", "one that this user may write to"
-            ) from None
+            found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+            raise _refused(self.root, found, _WRITTEN, "one that this user may write to") from None
 
-    def _check_own(self, probe: str, index: int) -> None:
-        seen = [name for name in self.place.names() if name.startswith(probe)]
-        if seen != [f"{probe}{index}"]:
-            raise _refused(
-                self.root,
-                f"a folder that several hosts see ({len(seen)} of them)",
-                "it is each host's own: what all of them reach is no faster than the output folder",
-                "a local disk's folder, or /dev/shm",
-            )
+    def _check_own(self, probes: str, own: str) -> None:
+        seen = [name for name in self.place.names() if name.startswith(probes)]
+        if seen != [own]:
+            found = f"a folder that several hosts see ({len(seen)} of them)"
+            why = "it is each host's own: what all of them reach is no faster than the output folder"
+            raise _refused(self.root, found, why, _FAST)
 
 
 def open_staging(asked: str, output: Folder) -> Staging:
-    """The folder that ``--staging_dir`` names, for the checkpoints of ``output``; nothing is written.
-
-    Raises:
-        UserError: it can't be one.
-    """
-    job = hosts()
+    """The folder of ``--staging_dir`` for checkpoints of ``output``; raises UserError if it can't be one."""
     if "://" in asked and not asked.startswith("file://"):
-        raise _refused(asked, "a store", "it is there to be faster than one", "a local disk's folder, or /dev/shm")
+        raise _refused(asked, "a store", "it is there to be faster than one", _FAST)
     root = Folder(asked)
     if os.path.exists(str(root)) and not os.path.isdir(str(root)):
-        raise _refused(root, "no folder", "checkpoints are written there", "a local disk's folder, or /dev/shm")
-    inside = not output.remote and os.path.commonpath([root.absolute, output.absolute]) == output.absolute
-    if inside:
-        raise _refused(
-            root,
-            f"a folder of --output_dir {output}",
-            "a checkpoint would be copied from a disk to itself",
-            "a faster folder than that, or no --staging_dir",
-        )
-    return Staging(root, job.once(lambda: output.absolute))
+        raise _refused(root, "no folder", _WRITTEN, _FAST)
+    if not output.remote and os.path.commonpath([root.absolute, output.absolute]) == output.absolute:
+        found, why = f"a folder of --output_dir {output}", "a checkpoint would be copied from a disk to itself"
+        raise _refused(root, found, why, "a faster folder than that, or no --staging_dir")
+    return Staging(root, hosts().once(lambda: output.absolute))
 
 
 def _refused(root: Folder | str, found: str, why: str, instead: str) -> UserError:
@@ -199,22 +136,18 @@ def _refused(root: Folder | str, found: str, why: str, instead: str) -> UserErro
     )
 
 
-# ---- to the output folder ----
+def holders(held: Sequence[Collection[str]]) -> dict[str, int]:
+    """File -> the first host that holds it whole, by the names that each host has ``held``; it copies the file."""
+    return {name: host for host, names in reversed([*enumerate(held)]) for name in names}
 
 
 def copy_files(
     source: Folder, target: Folder, names: Sequence[str], files: Files, progress: Callable[[int], None] = lambda n: None
 ) -> None:
-    """Copies files of a staged checkpoint, and compares them with their checksums on the way.
-
-    Raises:
-        StorageError: the disk or the store did not take it.
-        UserError: a file is not what was staged.
-    """
+    """Copies files; raises StorageError if they can't be written, and UserError if one is not what was staged."""
     for name in names:
-        parent, _, base = name.rpartition("/")
-        state, size = xxhash.xxh3_64(), 0
-        with source.open(name, "rb") as read, (target / parent if parent else target).open(base, "wb") as file:
+        place, state, size = target / name, xxhash.xxh3_64(), 0  # perhaps in a subfolder
+        with source.open(name, "rb") as read, place.parent.open(place.name, "wb") as file:
             while block := read.read(manifest.BLOCK):
                 file.write(block)
                 state.update(block)
@@ -243,56 +176,44 @@ def recover(
 ) -> None:
     """Copy the checkpoints that the output folder's run left staged, and say which can't be copied.
 
-    All hosts call it, whatever numbers they had then; ``claimed`` holds the output folder inside its ``with``.
-
-    Raises:
-        UserError: as ``claimed``.
-        StorageError: the output folder can't be written.
+    All hosts call it, whatever numbers they had then; ``claimed`` holds the output folder inside its ``with``. Raises
+    UserError as ``claimed``, and StorageError if the output folder can't be written.
     """
     job = hosts()
     if others := job.together(staging.others):
         say(console, f"staging: {staging.root} has checkpoints of {', '.join(others)} too, which are left alone")
     run, newest = job.once(lambda: (run_of(output), max(live_steps(output), default=-1)))
-    todo = recoverable(job.gather(job.together(staging.found)), run, newest)
-    if not todo:
-        return
-    with claimed():
-        for step, files in todo.items():
-            _recover_one(staging, output, step, files, console)
+    found = job.gather(job.together(lambda: staging.found(run, newest)))
+    todo = {step: files for staged in reversed(found) for step, files in staged.items()}
+    with claimed() if todo else contextlib.nullcontext():
+        for step in sorted(todo, reverse=True):
+            _recover_one(staging, output, step, todo[step], console)
 
 
 def _recover_one(staging: Staging, output: Folder, step: int, files: Files, console: Console) -> None:
     job, started = hosts(), time.perf_counter()
     source, target = folder_of(staging.place, step), folder_of(output, step)
     total = sum(int(files[name]["bytes"]) for name in files)
+    whole, problems = [], []
     with byte_bar(console, f"checking {source}", total) as advance:
-        whole, problems = _whole_files(source, files, advance)
+        for name in files:
+            try:
+                if source.exists(name):
+                    manifest.check(source, {name: files[name]}, advance)
+                    whole.append(name)
+            except UserError as error:
+                problems.append(error.found)
     said = job.gather((whole, problems))
-    who = holders(files, [names for names, _ in said])
+    who = holders([names for names, _ in said])
     if missing := [name for name in files if name not in who]:
-        words = [f"on host {host}: {problem}" for host, (_, found) in enumerate(said) for problem in found]
-        found = (
-            words[0] if words else f"no host has its {missing[0]}, which host {manifest.writer_of(missing[0])} wrote"
-        )
-        say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found}")
+        found = [f"on host {host}: {problem}" for host, (_, problems) in enumerate(said) for problem in problems]
+        found += [f"no host has its {missing[0]}, which host {manifest.writer_of(missing[0])} wrote"]
+        say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found[0]}")
         return
-    own = [name for name, host in who.items() if host == job.index]
+    own = [name for name in files if who[name] == job.index]
     job.once(lambda: make_room(target))
     with byte_bar(console, f"copying {source} to {output}", sum(int(files[name]["bytes"]) for name in own)) as advance:
         job.together(lambda: copy_files(source, target, own, files, advance))
     job.once(lambda: publish(output, step, files, live_steps(output), run_of(output) or ""))
     seconds = time.perf_counter() - started
     say(console, f"staging: checkpoint-{step} is recovered: {total / 1e6:,.0f} MB to {output} in {seconds:.1f} s")
-
-
-def _whole_files(source: Folder, files: Files, progress: Callable[[int], None]) -> tuple[list[str], list[str]]:
-    """The files of a staged checkpoint that lie here as they were written; and what is wrong with others."""
-    whole, problems = [], []
-    for name in files:
-        try:
-            if source.exists(name):
-                manifest.check_file(source, name, files[name], progress)
-                whole.append(name)
-        except UserError as error:
-            problems.append(error.found)
-    return whole, problems

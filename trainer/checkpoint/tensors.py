@@ -11,10 +11,12 @@ process it keeps the last alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -22,13 +24,15 @@ import torch
 import xxhash
 
 from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged
-from shardwright.checkpoint.tensor_index import Entry, Piece, read_index
-from shardwright.files.arrays import Array, Layer, Slices, Stack
+from shardwright.files.arrays import Array, LazyArray, Slices, Stack, layer_of
 from shardwright.files.folder import Folder, StorageError
-from shardwright.files.safetensors_file import NAMES, bytes_of, file_header
+from shardwright.files.safetensors_file import DTYPES, NAMES, bytes_of, file_header
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
+from shardwright.model.meta_model import MOST_LAYERS
 
+_DIMENSIONS = 64  # torch's own limit
+_MOST = 1 << 62  # no size or offset is as large
 Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, values) of each shard of a tensor
 Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
@@ -42,54 +46,37 @@ class TensorPart:
 
 
 def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPart:
-    """Writes the shards of ``snapshot`` into files that bear the number of this ``process``.
-
-    Raises:
-        StorageError: the disk or the store did not take it.
-    """
+    """Writes the shards of ``snapshot`` into files that bear the number of this ``process``; raises StorageError."""
     part = TensorPart({}, [])
     for number in range(max(map(len, snapshot.values()), default=0)):
+        file = f"tensors-{process}-{number}.safetensors"
         held = {name: shards[number] for name, shards in snapshot.items() if number < len(shards)}
         # wide dtypes first, so that each tensor lies at a multiple of its own width
         held = dict(sorted(held.items(), key=lambda item: -item[1][1].itemsize))
-        _write_file(folder, f"tensors-{process}-{number}.safetensors", held, part)
-    return part
-
-
-def _write_file(folder: Folder, file: str, held: Mapping[str, tuple[Slices, torch.Tensor]], part: TensorPart) -> None:
-    offsets = {name: [each.start or 0 for each in where] for name, (where, _) in held.items()}
-    # semi-private: torch/distributed/checkpoint/_hf_utils.py, torch 2.9; by these its reader puts shards together
-    saved = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": at} for name, at in offsets.items()})}
-    head = file_header({name: (values.shape, values.dtype) for name, (_, values) in held.items()}, **saved)
-    state, size = xxhash.xxh3_64(), len(head)
-    with folder.open(file, "wb") as out:
-        state.update(head)
-        out.write(head)
+        offsets = {name: [each.start or 0 for each in where] for name, (where, _) in held.items()}
+        # semi-private: torch/distributed/checkpoint/_hf_utils.py, torch 2.9; by these its reader puts shards together
+        saved = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": at} for name, at in offsets.items()})}
+        head = file_header({name: (values.shape, values.dtype) for name, (_, values) in held.items()}, **saved)
+        state, size = xxhash.xxh3_64(), len(head)
         for name, (_, values) in held.items():
             piece = {"file": file, "begin": size, "length": values.nbytes}
             piece |= {"offsets": offsets[name], "shape": list(values.shape)}
             part.pieces.append((name, NAMES[values.dtype], piece))
-            for block in _blocks(bytes_of(values)):
-                hosts().watchdog.progressed()
-                state.update(block)
-                out.write(block)
             size += values.nbytes
-    part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
-
-
-def _blocks(data: memoryview) -> Iterator[memoryview]:
-    """Parts of ``data``: a store's client copies what it is given at once."""
-    return (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
+        with folder.open(file, "wb") as out:
+            for data in itertools.chain([memoryview(head)], (bytes_of(values) for _, values in held.values())):
+                for at in range(0, len(data), BLOCK):  # a store's client copies what it is given at once
+                    hosts().watchdog.progressed()
+                    state.update(data[at : at + BLOCK])
+                    out.write(data[at : at + BLOCK])
+        part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
+    return part
 
 
 def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
-    """Writes the index of the parts, by the ``shapes`` of whole tensors; returns the manifest's entries of all files.
-
-    Raises:
-        StorageError: the disk or the store did not take it.
-    """
+    """Writes the index of parts of tensors of ``shapes``; returns all files' manifest entries; raises StorageError."""
     index: dict[str, Any] = {}
     for name, dtype, piece in itertools.chain.from_iterable(part.pieces for part in parts):
         entry = index.setdefault(name, {"dtype": dtype, "shape": list(shapes[name]), "pieces": []})
@@ -99,18 +86,102 @@ def write_index(
     return {name: entry for part in parts for name, entry in part.files.items()} | {INDEX: checksum(data)}
 
 
+# ---- the index, checked before a tensor is touched: no claim exceeds what lies in the files ----
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and the place of its values: ``length`` bytes of ``file`` from ``begin`` on, row-major."""
+
+    file: str
+    begin: int
+    length: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor; its pieces tile it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+
+
+def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[str, Entry]:
+    """The tensors of an index: name -> {dtype, shape, pieces: [{file, begin, length, offsets, shape}, …]}.
+
+    ``files`` are the sizes of the files of tensors in bytes, and ``around`` the bytes that a piece may have beside its
+    values. Raises ValueError, which says what does not agree, or an error of another type for a value of another type.
+    """
+    entries = {name: _entry(name, value, around) for name, value in index.items()}
+    # pieces fill each file up to its end, one behind the other: no byte is of two tensors
+    ends = dict.fromkeys(files, 0)
+    pieces = [piece for entry in entries.values() for piece in entry.pieces]
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin, piece.length)):
+        if piece.file not in files:
+            raise ValueError(f"a piece lies in {piece.file[:200]!r}, which is no file of tensors")
+        if piece.begin != (ends[piece.file] or piece.begin):
+            raise ValueError(f"pieces in {piece.file!r} overlap, or leave out bytes between them")
+        ends[piece.file] = piece.begin + piece.length
+    for file, end in ends.items():
+        if end != files[file]:
+            raise ValueError(f"the pieces in {file!r} end at byte {end:,} of {files[file]:,}")
+    return entries
+
+
+def _entry(name: str, value: Any, around: int) -> Entry:
+    shown, shape, dtype = repr(name[:200]), _counts(value["shape"]), DTYPES[value["dtype"]]
+    pieces = []
+    for each in value["pieces"]:
+        begin, length = _counts([each["begin"], each["length"]])
+        pieces.append(Piece(each["file"], begin, length, _counts(each["offsets"]), _counts(each["shape"])))
+    for piece in pieces:
+        if not 0 <= piece.length - math.prod(piece.shape) * dtype.itemsize <= around:
+            raise ValueError(f"a piece of {shown} of shape {list(piece.shape)} has {piece.length:,} bytes")
+    if not tiles(shape, [(piece.offsets, piece.shape) for piece in pieces]):
+        found = f"the pieces of {shown} do not tile its shape {list(shape)}"
+        raise ValueError(f"{found}: they overlap, or some are missing")
+    if is_stacked(name):
+        layers = shape[0] if shape else 0
+        if not 0 < layers <= MOST_LAYERS or len(numbers_of(name) or range(layers)) != layers:
+            raise ValueError(f"the stack {shown} of shape {list(shape)} has other layers than its name says")
+    return Entry(shape, dtype, pieces)
+
+
+def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) are the cells of a grid that covers ``shape``: each element lies in one of them.
+
+    A mesh cuts every dimension of a tensor for all of the others alike, so shards always are such cells.
+    """
+    cuts: list[dict[int, int]] = [{} for _ in shape]  # for each dimension: begin of a cell -> its size
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return False
+        if any(cut.setdefault(at, size) != size for cut, at, size in zip(cuts, offsets, sizes, strict=True)):
+            return False
+    for cut, length in zip(cuts, shape, strict=True):
+        ends = itertools.accumulate((cut[at] for at in sorted(cut)), initial=0)
+        if [*sorted(cut), length] != list(ends):
+            return False
+    return len(boxes) == math.prod(map(len, cuts)) == len({tuple(offsets) for offsets, _ in boxes})
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    good = type(values) is list and len(values) <= _DIMENSIONS
+    if not good or not all(type(count) is int and 0 <= count < _MOST for count in values):
+        raise ValueError(f"{repr(values)[:80]} in the place of a list of counts")
+    return tuple(values)
+
+
 class StoredTensors:
     """The tensors of a checkpoint: name -> an array, of which a slice reads only the rows that it touches.
 
     A name is found however layers were stacked when it was written: ``model.layers.3.x`` is read from
-    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round.
-
-    Args:
-        listing: the file that lists them; ``read`` makes the tensors of its content, or raises an error, of many types.
-        begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
-
-    Raises:
-        UserError: their list can't be read, or does not agree with the files' sizes.
+    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round. ``read`` makes the tensors of the content
+    of ``listing``, a file, or raises an error of any type; ``begin`` finds the values of a piece, so many bytes, in its
+    file. Raises UserError if the list can't be read, or does not agree with the files' sizes.
     """
 
     def __init__(
@@ -140,11 +211,11 @@ class StoredTensors:
 
     def __call__(self, name: str) -> Array:
         """The array of that name; KeyError if there is none."""
-        if name in self.entries:
-            return _Stored(self, name, self.entries[name])
+        if (entry := self.entries.get(name)) is not None:
+            return LazyArray(entry.shape, entry.dtype, functools.partial(self._read, name, entry))
         if name in self._layers:
             stack, index = self._layers[name]
-            return Layer(_Stored(self, stack, self.entries[stack]), index)
+            return layer_of(self(stack), index)
         if is_stacked(name):
             layers: list[Array] = []
             for layer in numbers_of(name) or itertools.count():
@@ -156,46 +227,33 @@ class StoredTensors:
                 return Stack(layers)
         raise KeyError(name)
 
+    def _read(self, name: str, entry: Entry, where: Slices) -> torch.Tensor:
+        """A part of a stored tensor, put together from its pieces."""
+        wanted = [range(*part.indices(size)) for part, size in zip(where, entry.shape, strict=True)]
+        out = torch.empty([len(part) for part in wanted], dtype=entry.dtype)
+        met: dict[str, list[tuple[Piece, Slices, Slices]]] = {}  # file -> a piece, where in `out`, where in the piece
+        for piece in entry.pieces:
+            low = [max(part.start, at) for part, at in zip(wanted, piece.offsets, strict=True)]
+            ends = map(operator.add, piece.offsets, piece.shape)
+            high = [min(part.stop, end) for part, end in zip(wanted, ends, strict=True)]
+            if all(map(operator.lt, low, high)):
+                in_out = _slices(low, high, [part.start for part in wanted])
+                met.setdefault(piece.file, []).append((piece, in_out, _slices(low, high, piece.offsets)))
+        for file, parts in met.items():
+            try:
+                with self.folder.open(file, "rb") as opened:
+                    for piece, in_out, in_piece in parts:
+                        begin = self.begin(opened, piece, math.prod(piece.shape) * out.itemsize)
+                        _fill(out[in_out], opened, begin, piece.shape, in_piece)
+            except Exception as error:  # of many types: a damaged file, or what Folder makes of it
+                found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+                raise damaged(self.folder, f"{name} in {file} can't be read ({found})") from error
+        return out
+
 
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
     """The tensors in ``folder``, whose ``files`` of them have so many bytes; raises as :class:`StoredTensors`."""
     return StoredTensors(folder, INDEX, lambda data: read_index(json.loads(data), files))
-
-
-class _Stored:
-    """A stored tensor as an array, put together from its pieces."""
-
-    def __init__(self, tensors: StoredTensors, name: str, entry: Entry) -> None:
-        self.tensors, self.name, self.pieces = tensors, name, entry.pieces
-        self.shape, self.dtype = entry.shape, entry.dtype
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        starts = [part.start or 0 for part in where]
-        stops = [size if part.stop is None else part.stop for part, size in zip(where, self.shape, strict=True)]
-        out = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=self.dtype)
-        wanted: dict[str, list[tuple[Piece, Slices, Slices]]] = {}
-        for piece in self.pieces:
-            ends = [o + s for o, s in zip(piece.offsets, piece.shape, strict=True)]
-            low = [max(a, b) for a, b in zip(starts, piece.offsets, strict=True)]
-            high = [min(a, b) for a, b in zip(stops, ends, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                in_out = _slices(low, high, starts)
-                in_piece = _slices(low, high, piece.offsets)
-                wanted.setdefault(piece.file, []).append((piece, in_out, in_piece))
-        for file, parts in wanted.items():
-            self._read(file, parts, out)
-        return out
-
-    def _read(self, name: str, parts: Sequence[tuple[Piece, Slices, Slices]], out: torch.Tensor) -> None:
-        folder = self.tensors.folder
-        try:
-            with folder.open(name, "rb") as file:
-                for piece, in_out, in_piece in parts:
-                    begin = self.tensors.begin(file, piece, math.prod(piece.shape) * out.itemsize)
-                    _fill(out[in_out], file, begin, piece.shape, in_piece)
-        except Exception as error:  # of many types: a damaged file, or what Folder makes of it
-            found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            raise damaged(folder, f"{self.name} in {name} can't be read ({found})") from error
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> Slices:

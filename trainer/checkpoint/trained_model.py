@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,29 +13,25 @@ from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.weights.adapter_weights import weights_of
+from shardwright.report.lines import waiting
+from shardwright.weights.adapter_weights import files_of, weights_of
+from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.peft_files import save_adapter
 from shardwright.weights.place import place_parameters
-from shardwright.weights.weight_sources import Source
-from shardwright.weights.write_model import write_model
+from shardwright.weights.weight_sources import Source, part_and_rest
 from shardwright.xla.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model whose parameters are trained on the devices.
-
-    Args:
-        model: holds the buffers.
-        parameters: name → placed parameter; the dict that the steps share.
-        base: the source of the starting weights, under the names of ``job.facts.whole``.
-    """
+    """A model whose parameters are trained on the devices."""
 
     job: Job
-    model: PreTrainedModel
+    model: PreTrainedModel  # holds the buffers
     mesh: DeviceMesh
-    parameters: Tensors
-    base: Source
+    parameters: Tensors  # the dict that the steps share
+    base: Source  # the starting weights, under the names of `job.facts.whole`
     tokenizer: PreTrainedTokenizerBase
     console: Console
 
@@ -45,20 +42,19 @@ class TrainedModel:
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 
     def write(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model as `AutoModelForCausalLM.from_pretrained` loads it; or the adapter, as `PeftModel` loads it.
-
-        The weights are those of ``source``, by default those being trained.
-        """
-        folder = folder if hosts().first else UnwrittenFolder(str(folder))
-        live = LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
-        write_model(self.job, folder, source or live, self.base, self.tokenizer, self.console)
+        """Write the weights of ``source``, by default those trained, for `from_pretrained`; an adapter's for PEFT."""
+        folder, facts = folder if hosts().first else UnwrittenFolder(str(folder)), self.job.facts
+        source = source or LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
+        with waiting(self.console, f"writing {folder} …"):
+            if self.job.lora is not None:
+                save_adapter(folder, files_of(self.job), source, self.tokenizer, self.console)
+                return
+            # a copy, since a model's config is written with the dtype of its weights
+            whole = part_and_rest(source, self.base, facts.names_in_whole)
+            export(folder, copy.deepcopy(facts.whole), whole, self.tokenizer, console=self.console)
 
     def in_checkpoint(self, folder: Folder) -> Source:
-        """The weights in a checkpoint of this run.
-
-        Raises:
-            UserError: they can't be read, or are another model's.
-        """
+        """The weights in a checkpoint of this run; raises UserError if they can't be read, or are another model's."""
         source = open_checked(folder, self.console)
         source.check_model(self.job.adapted, self.job.config)
         return source

@@ -17,30 +17,28 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from shardwright.checkpoint import manifest, tensors
-from shardwright.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
+from shardwright.checkpoint.lineage import NAME, Lineage, folder_of, line_to, steps_in, whole_steps, write_lineage
 from shardwright.checkpoint.read import RunCheckpoint
-from shardwright.checkpoint.staging import Files, Staging, copy_files, has_room, make_room, own_files, publish
+from shardwright.checkpoint.staging import MOST, Files, Staging, copy_files, make_room, publish
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
+from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.xla import sharding
 
 T = TypeVar("T")
+_OVER: Future[Any] = Future()  # in the place of a write or a copy while there is none
+_OVER.set_result(None)
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """The checkpoints to remove of a run's whole ones, in the order of writing, so that ``limit`` are kept.
-
-    The one written last and the one of step ``best`` are never removed.
-    """
+    """The checkpoints to remove so that ``limit`` of the ``steps``, oldest first, stay; never the last or ``best``."""
     if limit is None:
         return []
     kept = {*steps[-1:], best}
@@ -57,17 +55,13 @@ class Saved:
     seconds: float
 
 
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
     Several hosts write a checkpoint together: each its shards, the first all other files, the manifest last. A ``with``
-    around it ends only when the write under way has ended.
-
-    Args:
-        texts: name -> content of the files that are the same in every checkpoint.
-        limit: the number of the run's own checkpoints to keep; None: all.
-        check_held: raises TakenOver once ``output`` is another run's.
-        notice: says from any thread that a checkpoint took another way than asked.
+    around it ends only when the write under way has ended. ``texts`` are the files that are the same in every
+    checkpoint; ``limit`` of the run's own checkpoints are kept, by default all. ``check_held`` raises TakenOver once
+    ``output`` is another run's; ``notice`` says from any thread that a checkpoint took another way than asked.
     """
 
     def __init__(
@@ -85,33 +79,25 @@ class CheckpointWriter:
         self.run = ""  # this life's name
         self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[Saved] | None = None
+        self._writing: Future[Saved | None] = _OVER
         # a copy under way must not hold up the save after SIGTERM
         self._copy_hosts = hosts().beside() if staging is not None else self._hosts
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
-        self._copying: Future[None] | None = None
+        self._copying: Future[None] = _OVER
         self._waiting: dict[int, int | None] = {}  # staged, not yet in `output` -> the best step when it was saved
         self._problem = ""  # why a copy failed
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._writing is not None:
-            wait([self._writing])
-        if self._copying is not None:
-            wait([self._copying])
+    def __exit__(self, *error: object) -> None:
+        wait([self._writing])
+        wait([self._copying])  # perhaps begun by that write
         if self.staging is not None:
             self.staging.leave()
 
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
         """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
 
-        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own. Returns the
-        steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this run comes
-        to its step.
+        A run that starts anew, or goes on from another folder's checkpoint, begins a line of its own. Returns the steps
+        of whole checkpoints that are set aside: no run removes them, but one that comes to its step replaces it.
         """
         self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))
@@ -122,10 +108,10 @@ class CheckpointWriter:
 
     def _begun(self, resume: RunCheckpoint | None) -> Lineage:
         self.check_held()
-        for name in self.output.names():
-            folder = self.output / name
-            if NAME.fullmatch(name) and not manifest.is_whole(folder) and manifest.ours(folder.names()):
-                manifest.remove(folder)
+        for step in steps_in(self.output):
+            folder = folder_of(self.output, step)
+            if not manifest.is_whole(folder):
+                make_room(folder)
         line: Lineage = {}
         if resume is not None and resume.folder == folder_of(self.output, resume.step):
             line = line_to(self.output, resume.step, resume.ancestors)
@@ -134,27 +120,20 @@ class CheckpointWriter:
 
     def _clear(self, staging: Staging) -> None:
         """Removes earlier lives' staged checkpoints: they have arrived, or this life goes another way."""
-        for step in staging.steps():
+        for step in steps_in(staging.place):
             if not manifest.is_whole(folder_of(self.output, step)):
                 place = folder_of(staging.place, step)
                 self.notice(f"staging: {place} is not what this run goes on from, and is removed")
             staging.remove(step)
 
     def save(
-        self,
-        state: Mapping[str, torch.Tensor],
-        host: Mapping[str, Any],
-        trainer_state: TrainerState,
-        *,
-        urgent: bool = False,
+        self, state: Tensors, host: Mapping[str, Any], trainer_state: TrainerState, *, urgent: bool = False
     ) -> tuple[float, Saved | None]:
         """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
         If ``urgent``, as the process may be killed soon, it does not wait for a copy from the staging folder. Returns
         the seconds that the copy to the host took, for which training stood still; and the write that was waited for.
-
-        Raises:
-            StorageError: the write before failed.
+        Raises StorageError if that failed.
         """
         before = self._written()
         if not urgent:
@@ -165,31 +144,26 @@ class CheckpointWriter:
         pause = time.perf_counter() - started
         host = {**host, "lineage": {str(step): mark for step, mark in self.lineage.items()}}
         texts = {**self.texts, "host.json": as_json(host), "trainer_state.json": as_json(asdict(trainer_state))}
+        fill = functools.partial(_fill, self._hosts, snapshot, shapes, texts)
         # a path, to another folder's checkpoint, is not this run's to remove
         match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
         best = int(match[1]) if match else None
-        self._writing = self._thread.submit(self._write, host["step"], snapshot, shapes, texts, best, urgent)
+        self._writing = self._thread.submit(self._write, host["step"], fill, best, urgent)
         return pause, before
 
     def finished(self) -> Saved | None:
-        """The write that has ended since the last call, if one has.
-
-        Raises:
-            StorageError: it failed.
-        """
-        if self._writing is not None:
-            return self._written() if self._writing.done() else None
-        if self._copying is not None and self._copying.done():  # and no write under way begins another
+        """The write that has ended since the last call, if one has; raises StorageError if it failed."""
+        if not self._writing.done():
+            return None
+        saved = self._written()
+        if saved is None and self._copying.done():  # and no write under way begins another
             self._copied()
-        return None
+        return saved
 
     def wait(self, *, must_arrive: bool = True) -> Saved | None:
         """Waits for the write under way, which it returns, and for the copies of staged checkpoints to ``output``.
 
-        If they ``must_arrive``, those that could not be copied are tried once more.
-
-        Raises:
-            StorageError: it failed.
+        If they ``must_arrive``, those that could not be copied are tried once more. Raises StorageError if one failed.
         """
         saved = self._written()
         self._copied()
@@ -208,13 +182,12 @@ class CheckpointWriter:
         return saved
 
     def _written(self) -> Saved | None:
-        writing, self._writing = self._writing, None
-        return self._ended(writing) if writing is not None else None
+        writing, self._writing = self._writing, _OVER
+        return self._ended(writing)
 
     def _copied(self) -> None:
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            self._ended(copying)
+        copying, self._copying = self._copying, _OVER
+        self._ended(copying)
 
     def _ended(self, future: Future[T]) -> T:
         try:
@@ -233,28 +206,12 @@ class CheckpointWriter:
 
     # ---- in the threads ----
 
-    def _write(
-        self,
-        step: int,
-        snapshot: tensors.Snapshot,
-        shapes: Mapping[str, Sequence[int]],
-        texts: Mapping[str, bytes],
-        best: int | None,
-        urgent: bool,
-    ) -> Saved:
-        started, job = time.perf_counter(), self._hosts
-
-        def fill(folder: Folder) -> Files:
-            part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
-            parts = job.gather(part)
-            return job.once(lambda: _write_rest(folder, parts, shapes, texts))
-
-        files = None
-        if self.staging is not None and has_room(len(self._waiting), urgent):
+    def _write(self, step: int, fill: Callable[[Folder], Files], best: int | None, urgent: bool) -> Saved:
+        started, job, files = time.perf_counter(), self._hosts, None
+        if self.staging is not None and (urgent or len(self._waiting) < MOST):
             files = self._stage(self.staging, step, fill, best)
         if files is None:
-            if self._copying is not None:
-                wait([self._copying])  # two threads that write the lineage would each forget the other's step
+            wait([self._copying])  # two threads that write the lineage would each forget the other's step
             files = self._put(job, step, fill)
             self._note(step, job.once(lambda: manifest.mark(folder_of(self.output, step))))
             self._expire(job, best)
@@ -269,9 +226,8 @@ class CheckpointWriter:
             job.together(lambda: staging.seal(step, files, self.run))
         except StorageError as error:
             staging.remove(step)
-            self.notice(
-                f"staging: checkpoint-{step} is written to {self.output} directly: {error.asked}: {error.found}"
-            )
+            found = f"{error.asked}: {error.found}"
+            self.notice(f"staging: checkpoint-{step} is written to {self.output} directly: {found}")
             return None
         self._waiting[step] = best  # before the lineage, which the copies' thread reads
         self._note(step, manifest.mark(folder))
@@ -289,10 +245,8 @@ class CheckpointWriter:
             except TakenOver:
                 raise
             except StorageError as error:
-                self._problem = f"{error.asked}: {error.found}"
-                self.notice(
-                    f"staging: {source} is not in {self.output} yet, and stays for another try: {self._problem}"
-                )
+                self._problem = found = f"{error.asked}: {error.found}"
+                self.notice(f"staging: {source} is not in {self.output} yet, and stays for another try: {found}")
                 return
             best = self._waiting.pop(step)
             self.notice(f"staging: checkpoint-{step} is in {self.output} after {time.perf_counter() - started:.1f} s")
@@ -303,27 +257,26 @@ class CheckpointWriter:
     def _copy(self, source: Folder, target: Folder) -> Files:
         job = self._copy_hosts
         files = job.together(lambda: manifest.read_manifest(source))
-        job.together(lambda: copy_files(source, target, own_files(files, job.index), files))
+        own = [name for name in files if manifest.writer_of(name) == job.index]
+        job.together(lambda: copy_files(source, target, own, files))
         return files
 
     def _put(self, job: Hosts, step: int, fill: Callable[[Folder], Files]) -> Files:
         """Has ``fill`` write the files of a checkpoint into the output folder, and makes it whole."""
         folder = folder_of(self.output, step)
         try:
-            job.once(lambda: self._make_room(folder))
+            job.once(self.check_held)
+            job.once(lambda: make_room(folder))
             files = fill(folder)
             job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
             if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
-                _remove_quietly(folder)
+                with contextlib.suppress(UserError):  # the user must hear why the save failed, not this
+                    manifest.remove(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now
         job.once(lambda: manifest.check_written(folder, files))
         return files
-
-    def _make_room(self, folder: Folder) -> None:
-        self.check_held()
-        make_room(folder)
 
     def _note(self, step: int, mark: str) -> None:
         self.lineage.pop(step, None)
@@ -336,24 +289,26 @@ class CheckpointWriter:
             del self.lineage[old]
 
 
-def _write_rest(
-    folder: Folder, parts: Sequence[tensors.TensorPart], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
-) -> dict[str, manifest.Checksum]:
-    """Write the files of which all hosts have one, after their tensors; returns the manifest's entries."""
-    files = tensors.write_index(folder, parts, shapes)
-    for name, data in texts.items():
-        parent, _, base = name.rpartition("/")
-        (folder / parent if parent else folder).write(base, data)
-        files[name] = manifest.checksum(data)
-    return files
+def _fill(
+    job: Hosts,
+    snapshot: tensors.Snapshot,
+    shapes: Mapping[str, Sequence[int]],
+    texts: Mapping[str, bytes],
+    folder: Folder,
+) -> Files:
+    """Has each host write its tensors, and then the first all other files; returns the manifest's entries."""
+    part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
+    parts = job.gather(part)
 
+    def write_rest() -> Files:
+        files = tensors.write_index(folder, parts, shapes)
+        for name, data in texts.items():
+            place = folder / name  # perhaps in a subfolder
+            place.parent.write(place.name, data)
+            files[name] = manifest.checksum(data)
+        return files
 
-def _remove_quietly(folder: Folder) -> None:
-    """Removes the files of a failed save; an error in that is dropped, for the user must hear why the save failed."""
-    try:
-        manifest.remove(folder)
-    except UserError:
-        return
+    return job.once(write_rest)
 
 
 def run_texts(

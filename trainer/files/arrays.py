@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 Slices = tuple[slice, ...]
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class Array(Protocol):
@@ -22,7 +24,6 @@ class Array(Protocol):
 
     def __getitem__(self, where: Slices, /) -> torch.Tensor:
         """The values at ``where``, one slice for each dimension, as a tensor on the host."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,23 @@ class Stack:
         return torch.stack([layer[where[1:]] for layer in self.layers[where[0]]])
 
 
-class Layer:
-    """The :class:`Array` of one layer of a stack."""
+def layer_of(stack: Array, layer: int) -> LazyArray:
+    """One layer of a stack."""
+    return LazyArray(tuple(stack.shape[1:]), stack.dtype, lambda where: stack[(slice(layer, layer + 1), *where)][0])
 
-    def __init__(self, stack: Array, layer: int) -> None:
-        self.stack, self.layer = stack, layer
-        self.shape, self.dtype = tuple(stack.shape[1:]), stack.dtype
 
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        return self.stack[(slice(self.layer, self.layer + 1), *where)][0]
+def whole(array: Array) -> torch.Tensor:
+    return array[tuple(slice(0, size) for size in array.shape)]
+
+
+def keeping_last(make: Callable[[K], T]) -> Callable[[K], T]:
+    """``make``, whose last result is kept, and freed before the next is made: two are never held."""
+    kept: dict[K, T] = {}
+
+    def last(key: K) -> T:
+        if key not in kept:
+            kept.clear()
+            kept[key] = make(key)
+        return kept[key]
+
+    return last

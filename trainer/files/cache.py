@@ -31,10 +31,7 @@ def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: 
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Renames the finished folder ``made`` to ``folder``, in one piece.
-
-    Another process's folder there stays: equal keys have equal content.
-    """
+    """Renames the finished folder ``made`` to ``folder``, in one piece; another process's, of equal content, stays."""
     folder.parent.mkdir(exist_ok=True)
     try:
         made.rename(folder)
@@ -46,8 +43,7 @@ def publish(made: Path, folder: Path) -> None:
 def cache_root(cache_dir: Path | None = None) -> Path:
     """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; made if need be.
 
-    Raises:
-        UserError: it is not writable.
+    Raises UserError if it is not writable.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))

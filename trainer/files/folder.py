@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import itertools
 import json
 import os
-import posixpath
 import shutil
 import stat
 from collections.abc import Iterator
@@ -30,13 +31,9 @@ class StorageError(TransientError):
 
 
 class Folder:
-    """A folder of files, made when something is written into it.
+    """A folder of files on disk or in a store (``scheme://…``), made when something is written into it.
 
-    Args:
-        path: a path on disk, or the ``scheme://…`` of a store that fsspec knows.
-
-    Raises:
-        UserError: fsspec does not know the scheme, or its package is not installed.
+    Raises UserError if fsspec does not know the scheme, or its package is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,17 +43,16 @@ class Folder:
         if self.remote:
             scheme, _, rest = text.partition("://")
             self._path = text if not rest.strip("/") else text.rstrip("/")
-            try:
-                self._fs = fsspec.filesystem(scheme)
-            except (ImportError, ValueError) as error:
-                raise UserError(
-                    asked=f"the folder {text}",
-                    found=f"{error}",
-                    why=f"files of {scheme}:// are read and written through fsspec's package for it",
-                    instead="pip install gcsfs for gs://, s3fs for s3://; or a path on a mounted disk",
-                ) from None
-            except Exception as error:  # each store's client raises its own types: no credentials, no network
-                raise _storage_error("open", text, error) from error
+            with errors("open", text):
+                try:
+                    self._fs = fsspec.filesystem(scheme)
+                except (ImportError, ValueError) as error:
+                    raise UserError(
+                        asked=f"the folder {text}",
+                        found=f"{error}",
+                        why=f"files of {scheme}:// are read and written through fsspec's package for it",
+                        instead="pip install gcsfs for gs://, s3fs for s3://; or a path on a mounted disk",
+                    ) from None
         else:
             self._path = str(Path(os.path.expanduser(text.removeprefix("file://"))))
 
@@ -73,7 +69,7 @@ class Folder:
         return hash(self.absolute)
 
     def __truediv__(self, name: str) -> Folder:
-        return Folder(self._join(name))
+        return type(self)(self._join(name))
 
     @property
     def absolute(self) -> str:
@@ -93,20 +89,17 @@ class Folder:
         with errors("list", self._path):
             if not self.remote:
                 return sorted(os.listdir(self._path)) if os.path.isdir(self._path) else []
-            self._forget_listings()
             try:
-                found = self._fs.ls(self._path, detail=False)
+                found = self._store.ls(self._path, detail=False)
             except FileNotFoundError:
                 return []
             names = {str(path).rstrip("/").rpartition("/")[2] for path in found}
             return sorted(names - {self.name, ""})  # some stores list the folder's own marker
 
     def exists(self, name: str) -> bool:
-        with errors("look for", self._join(name)):
-            if not self.remote:
-                return os.path.exists(self._join(name))
-            self._forget_listings()
-            return bool(self._fs.exists(self._join(name)))
+        path = self._join(name)
+        with errors("look for", path):
+            return bool(self._store.exists(path)) if self.remote else os.path.exists(path)
 
     def is_file(self, name: str) -> bool:
         """Whether ``name``, perhaps in a subfolder, is a regular file: no link, folder, pipe or device."""
@@ -114,23 +107,14 @@ class Folder:
             if self.remote:
                 found = self._fs.info(self._join(name)) if self.exists(name) else {}
                 return found.get("type") == "file" and not found.get("islink")
-            parents = [name[:i] for i, letter in enumerate(name) if letter == "/"]
-            return all(stat.S_ISDIR(self._kind(parent)) for parent in parents) and stat.S_ISREG(self._kind(name))
-
-    def _kind(self, name: str) -> int:
-        """The type of the entry ``name`` on disk, links not followed; 0 without one."""
-        try:
-            return os.lstat(self._join(name)).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return 0
+            steps = itertools.accumulate(name.split("/"), os.path.join)
+            return os.path.isfile(self._join(name)) and not any(os.path.islink(self._join(step)) for step in steps)
 
     def size(self, name: str) -> int:
         """The size of a file in bytes."""
-        with errors("read", self._join(name)):
-            if self.remote:
-                self._forget_listings()
-                return int(self._fs.info(self._join(name))["size"])
-            return os.path.getsize(self._join(name))
+        path = self._join(name)
+        with errors("read", path):
+            return int(self._store.info(path)["size"]) if self.remote else os.path.getsize(path)
 
     def read(self, name: str) -> bytes:
         with errors("read", self._join(name)), self._open(name, "rb") as file:
@@ -147,7 +131,7 @@ class Folder:
                 with self._open(name, mode) as file:
                     yield file
                 return
-            self._make()
+            (self._fs.makedirs if self.remote else os.makedirs)(self._path, exist_ok=True)
             file = self._open(name, mode)
             try:
                 yield file
@@ -156,7 +140,11 @@ class Folder:
                     os.fsync(file.fileno())
                 file.close()
             except BaseException:
-                self._discard(file, name)
+                # closing one of fsspec's files uploads its content, unless that is discarded first
+                remove = functools.partial(self.remove_file, name)
+                for undo in (getattr(file, "discard", file.close), file.close, remove):
+                    with contextlib.suppress(Exception):
+                        undo()
                 raise
 
     @contextlib.contextmanager
@@ -165,16 +153,18 @@ class Folder:
 
         If writing fails, on a disk the old file stays; a store may have lost it.
         """
-        if self.remote:
-            with self.open(name, "wb") as file:
-                yield file
-            return
-        temporary = f".{name}{TEMPORARY}"
+        temporary = name if self.remote else f".{name}{TEMPORARY}"
         with self.open(temporary, "wb") as file:
             yield file
+        if self.remote:
+            return
         with errors("write", self._join(name)):
             os.replace(self._join(temporary), self._join(name))
-            self._sync()
+            handle = os.open(self._path, os.O_RDONLY)
+            try:
+                os.fsync(handle)  # until then a power cut may undo the rename
+            finally:
+                os.close(handle)
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file whole or not at all; see :meth:`writing`."""
@@ -192,48 +182,22 @@ class Folder:
             self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
 
     def _join(self, name: str) -> str:
-        return posixpath.join(self._path, name) if self.remote else os.path.join(self._path, name)
+        return os.path.join(self._path, name)
 
     def _open(self, name: str, mode: str) -> IO[bytes]:
         if self.remote:
-            self._forget_listings()
-            return self._fs.open(self._join(name), mode)
+            return self._store.open(self._join(name), mode)
         return open(self._join(name), mode, opener=None if "w" in mode else _open_file)
 
-    def _forget_listings(self) -> None:
-        """Drops fsspec's cached listings and sizes: other processes write there too."""
+    @property
+    def _store(self) -> Any:
+        """The store's client, without the listings and sizes that it has seen: other processes write there too."""
         self._fs.invalidate_cache(self._path)
-
-    def _make(self) -> None:
-        if self.remote:
-            self._fs.makedirs(self._path, exist_ok=True)
-        else:
-            os.makedirs(self._path, exist_ok=True)
-
-    def _sync(self) -> None:
-        """Syncs the folder itself: until then a power cut may undo a rename in it."""
-        handle = os.open(self._path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-    def _discard(self, file: IO[bytes], name: str) -> None:
-        # closing one of fsspec's files uploads its content, unless that is discarded first
-        with contextlib.suppress(Exception):
-            if hasattr(file, "discard"):
-                file.discard()
-        with contextlib.suppress(Exception):
-            file.close()
-        with contextlib.suppress(Exception):
-            self.remove_file(name)
+        return self._fs
 
 
 class UnwrittenFolder(Folder):
     """A folder that another process fills: this one's writes and removals are dropped."""
-
-    def __truediv__(self, name: str) -> Folder:
-        return UnwrittenFolder(self._join(name))
 
     @contextlib.contextmanager
     def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
@@ -268,20 +232,15 @@ def errors(action: str, path: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # each store's client raises its own types
-        if isinstance(error, FileNotFoundError) and action == "remove":
-            raise
-        raise _storage_error(action, path, error) from error
-
-
-def _storage_error(action: str, path: str, error: Exception) -> StorageError:
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return StorageError(
-        asked=f"{action} {path}",
-        found=f"{type(error).__name__}: {error}",
-        why="the disk or the store did not do it",
-        instead="more room there, or another --output_dir" if full else "a path that can be reached from this machine",
-    )
+    except Exception as error:  # each store's client raises its own types: no credentials, no network
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reach = "a path that can be reached from this machine"
+        raise StorageError(
+            asked=f"{action} {path}",
+            found=f"{type(error).__name__}: {error}",
+            why="the disk or the store did not do it",
+            instead="more room there, or another --output_dir" if full else reach,
+        ) from error
 
 
 def as_json(value: Any) -> bytes:

@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -40,17 +39,11 @@ class TakenOver(StorageError):
     """Another run has the folder by now."""
 
 
-class FolderLock:
-    """One run's hold on a folder, a reentrant context manager.
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
+    """One run's hold on a folder, a reentrant context manager; ``console`` is for a message while it waits.
 
-    Args:
-        folder: made when the lock is taken. An :class:`UnwrittenFolder` is never locked: another process does.
-        console: for a message while it waits.
-        sleep: waits for so many seconds.
-
-    Raises:
-        UserError: (on entering) a living run holds the folder.
-        StorageError: (on entering) the folder can't be written.
+    The folder is made when the lock is taken. An :class:`UnwrittenFolder` is never locked: another process does. On
+    entering it raises UserError if a living run holds the folder, and StorageError if it can't be written.
     """
 
     def __init__(
@@ -62,11 +55,7 @@ class FolderLock:
         self._depth = 0
 
     def check_free(self) -> None:
-        """Writes nothing, and waits where a lock must be watched to know whether its holder lives.
-
-        Raises:
-            UserError: a living run holds the folder.
-        """
+        """Raises UserError if a living run holds the folder; writes nothing, and waits where that must be watched."""
         self._do(lambda lock: lock.check_free())
 
     def check_held(self) -> None:
@@ -80,15 +69,12 @@ class FolderLock:
         self._depth += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
             self._do(lambda lock: lock.release())
 
     def _do(self, act: Callable[[_Kernel | _Lease], None]) -> None:
-        """Calls ``act`` with the kernel's lock, or with a lease where the mount has none."""
         if isinstance(self.folder, UnwrittenFolder):
             return
         try:
@@ -96,7 +82,7 @@ class FolderLock:
         except StorageError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NOT_OFFERED):
                 raise
-            self._lock = self._lease
+            self._lock = self._lease  # the mount has no kernel's lock
             act(self._lock)
 
 
@@ -105,7 +91,7 @@ class _Kernel:
 
     def __init__(self, folder: Folder, sleep: Callable[[float], None]) -> None:
         self.folder, self.path, self.sleep = folder, os.path.join(str(folder), LOCK), sleep
-        self.handle: int | None = None
+        self.handle = -1
 
     def check_free(self) -> None:
         with errors("read", self.path):
@@ -138,13 +124,11 @@ class _Kernel:
         raise _held(self.folder)
 
     def check_held(self) -> None:
-        assert self.handle is not None
         if os.path.exists(self.path) and not self._is_there(self.handle):  # the file was removed, and a run came
             raise _lost(self.folder)
 
     def release(self) -> None:
-        handle, self.handle = self.handle, None
-        assert handle is not None
+        handle, self.handle = self.handle, -1
         with contextlib.suppress(OSError):
             if self._is_there(handle):
                 os.remove(self.path)
@@ -190,7 +174,6 @@ class _Lease:
         self.thread.start()
 
     def renew(self) -> None:
-        """Rewrites the lock; raises TakenOver if it is another's by now."""
         self.check_held()
         self._write()
 
@@ -216,9 +199,9 @@ class _Lease:
         try:
             return self.folder.read(LOCK) if self.folder.exists(LOCK) else None
         except StorageError:
-            if not self.folder.exists(LOCK):  # removed in between
-                return None
-            raise
+            if self.folder.exists(LOCK):
+                raise
+            return None  # removed in between
 
     def _write(self) -> None:
         self.renewals += 1
@@ -226,7 +209,6 @@ class _Lease:
 
 
 def _flock(handle: int, kind: int) -> bool:
-    """Whether the kernel gave the lock, at once."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -241,11 +223,10 @@ def _holder_now() -> dict[str, Any]:
 
 def _parsed(data: bytes) -> dict[str, Any]:
     """The content of a lock; empty where it is cut short, or no lock at all."""
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(data), dict):
+            return found
+    return {}
 
 
 def _holder(folder: Folder) -> str:

@@ -30,11 +30,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], **metadata: str) -> bytes:
-    """The header of a file of tensors with these shapes and dtypes, in this order.
-
-    Args:
-        metadata: what it says beside them.
-    """
+    """The header of a file of tensors with these shapes and dtypes, in this order, and of what it says beside them."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, (shape, dtype) in tensors.items():

@@ -23,10 +23,7 @@ if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
 
 
 def seeded_factors(model: nn.Module, seed: int) -> Source:
-    """A source of initial factors: A uniform as PEFT draws it, B zero, so that nothing changes.
-
-    Each factor's values depend on its name and the seed alone. ``model`` has the factors, on meta.
-    """
+    """A source of initial factors for ``model``, by name and seed alone: A uniform as PEFT draws it, B zero."""
 
     def source(name: str) -> torch.Tensor:
         shape = model.get_parameter(name).shape
@@ -46,69 +43,59 @@ def beside(base: Source, own: Source) -> Source:
 
 def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedModel) -> Source:
     """A source of plain weights of ``model`` (on meta): ``base`` plus ``factors``, in the dtype of ``base``."""
-    targets = frozenset(lora.targets)
 
     def source(name: str) -> Array:
-        if name not in targets:
+        if name not in lora.targets:
             return base(name)
+        weight, a, b = base(name), factors(name + A), factors(name + B)
+        # stored [.., in, out]
         transposed = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
-        return _sum(base(name), factors(name + A), factors(name + B), lora.scale, transposed=transposed)
+
+        def read(where: Slices) -> torch.Tensor:
+            *experts, rows, columns = where
+            rows, columns = (columns, rows) if transposed else (rows, columns)
+            part_a = a[(*experts, slice(0, a.shape[-2]), columns)].to(torch.float32)
+            part_b = b[(*experts, rows, slice(0, b.shape[-1]))].to(torch.float32)
+            delta = lora.scale * (part_b @ part_a)
+            return (weight[where] + (delta.transpose(-1, -2) if transposed else delta)).to(weight.dtype)
+
+        return LazyArray(tuple(weight.shape), weight.dtype, read)
 
     return source
 
 
-def _sum(base: Array, a: Array, b: Array, scale: float, *, transposed: bool) -> Array:
-    """A weight plus scale·B·A; ``transposed``: the weight is stored [.., in, out]."""
-
-    def read(where: Slices) -> torch.Tensor:
-        *experts, rows, columns = where
-        rows, columns = (columns, rows) if transposed else (rows, columns)
-        part_a = a[(*experts, slice(0, a.shape[-2]), columns)].to(torch.float32)
-        part_b = b[(*experts, rows, slice(0, b.shape[-1]))].to(torch.float32)
-        delta = scale * (part_b @ part_a)
-        return (base[where] + (delta.transpose(-1, -2) if transposed else delta)).to(base.dtype)
-
-    return LazyArray(tuple(base.shape), base.dtype, read)
-
-
 def weights_of(job: Job, base: Source, saved: Source | None) -> Source:
-    """The source of all weights on a run's devices.
+    """The source of all weights on a run's devices, from ``base``, the starting weights under the names of the whole.
 
-    Args:
-        base: the starting weights, under the names of ``job.facts.whole``.
-        saved: a checkpoint's weights; of an adapted model, the factors alone.
+    ``saved`` has a checkpoint's weights; of an adapted model, the factors alone.
     """
     own = part_of(base, job.facts.names_in_whole)
     if job.lora is None:
         return saved or own
-    start = None if saved is not None or job.args.adapter is None else Folder(job.args.adapter)
-    if start is not None:
-        saved = open_adapter(start, job.lora, job.model, job.facts.names_in_whole)
+    if saved is None and job.args.adapter is not None:
+        saved = open_adapter(Folder(job.args.adapter), job.lora, job.model, job.facts.names_in_whole)
     return beside(own, saved or seeded_factors(job.adapted, job.args.seed))
 
 
 def files_of(job: Job) -> AdapterFiles:
     """The files of the job's adapter; the job must have one."""
     assert job.lora is not None
-    per_expert = job.args.adapter_format == "per_expert"
-    return AdapterFiles(job.lora, job.model, job.facts.whole, job.facts.names_in_whole, job.args.model, per_expert)
+    facts, per_expert = job.facts, job.args.adapter_format == "per_expert"
+    return AdapterFiles(job.lora, job.model, facts.whole, facts.names_in_whole, job.args.model, per_expert)
 
 
 def check_adapter(job: Job) -> None:
-    """Refuses early an adapter to start from that does not fit, and a format that can't be written.
-
-    Raises:
-        UserError: as :func:`open_adapter` and :class:`AdapterFiles`.
-    """
-    if job.lora is not None:
-        for target in job.lora.targets:
-            if isinstance(job.model.get_submodule(target.rpartition(".")[0]), ScaledExperts):
-                raise UserError(
-                    asked=f"an adapter of {target}",
-                    found=f"experts of a {type(job.model).__name__}, which transformers keeps outside its interface",
-                    why="nothing tells PEFT there which dimension is the input's, and it would take the other",
-                    instead="a --lora_target without experts, such as q_proj,k_proj,v_proj,o_proj",
-                )
-        weights_of(job, lambda name: torch.empty(0), None)
-        shapes = factor_shapes(job.lora, job.model)
-        files_of(job).tensors(lambda name: torch.empty(shapes[name], device="meta"))
+    """Raises UserError early, of an adapter to start from that does not fit or a format that can't be written."""
+    if job.lora is None:
+        return
+    for target in job.lora.targets:
+        if isinstance(job.model.get_submodule(target.rpartition(".")[0]), ScaledExperts):
+            raise UserError(
+                asked=f"an adapter of {target}",
+                found=f"experts of a {type(job.model).__name__}, which transformers keeps outside its interface",
+                why="nothing tells PEFT there which dimension is the input's, and it would take the other",
+                instead="a --lora_target without experts, such as q_proj,k_proj,v_proj,o_proj",
+            )
+    weights_of(job, lambda name: torch.empty(0), None)
+    shapes = factor_shapes(job.lora, job.model)
+    files_of(job).tensors(lambda name: torch.empty(shapes[name], device="meta"))

@@ -14,12 +14,8 @@ def push_folder(
 ) -> str:
     """Uploads ``folder`` as one commit to ``repo``, made if need be; returns the commit's address.
 
-    Args:
-        repo: ``owner/name``, or a name of the token's owner.
-        token: None: that of `hf auth login` or HF_TOKEN.
-
-    Raises:
-        UserError: the hub can't be reached, or refuses this token.
+    ``repo`` is ``owner/name``, or a name of the token's owner; ``token`` that of `hf auth login` or HF_TOKEN if None.
+    Raises UserError if the hub can't be reached, or refuses this token.
     """
     try:
         api = HfApi(token=token)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -42,6 +42,8 @@ PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
+_PLAIN = "the checkpoint in bfloat16 or float32"
+_FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
 @dataclass
@@ -53,57 +55,57 @@ class Group:
 
 
 class HubWeights:
-    """A source of the weights in safetensors ``files``.
+    """A source of the weights in safetensors ``files``, which the user ``asked`` for by this name.
 
-    Args:
-        asked: the user's name for them, for messages.
-        model: transformers' own, on meta; its class knows the hub's names.
-
-    Raises:
-        UserError: a file is truncated or corrupt; tensors are missing, left over, or of another shape than the config
-            says; tied parameters differ.
+    ``model`` is transformers' own, on meta; its class knows the hub's names. Raises UserError if a file is truncated or
+    corrupt; tensors are missing, left over, or of another shape than the config says; or tied parameters differ.
     """
 
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model = asked, model
-        self.bytes_read = 0  # a slice that is read twice counts twice
-        self.watch: Callable[[int], None] = lambda count: None
-        self.tensors = {name: tensor for file in files for name, tensor in _open(asked, file, self._count).items()}
+        self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
+        self.tensors = {name: tensor for file in files for name, tensor in self._open(file).items()}
         self.groups = self._match()
-        self.twins = _twins(model)
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, torch.dtype] = {}
+        self.tied = {name: set(names) for names in parameter_names(model) for name in names}
         self.group_of: dict[str, Group] = {}
+        found: dict[str, torch.Tensor] = {}  # on meta
         for first, group in self.groups.items():
             for name, lazy in self._convert(first, group).items():
-                shapes[name], dtypes[name], self.group_of[name] = tuple(lazy.shape), lazy.dtype, group
-        self._check(shapes)
-        self._check_dtypes(dtypes)
+                found[name], self.group_of[name] = lazy.like, group
+        self._check(found)
         self._check_tied()
 
     @property
     def total_bytes(self) -> int:
         """The bytes of the model's tensors."""
-        members = [self.tensors[tensor] for group in self.groups.values() for _, tensor in group.members]
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in members)
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
-        for twin in (name, *self.twins.get(name, ())):
+        for twin in (name, *self.tied.get(name, ())):
             if twin in self.group_of:
                 lazy = self._convert(twin, self.group_of[twin])[twin]
                 return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
         return self.model.get_buffer(name)  # no file need hold it: the model's class has computed it
 
-    def _count(self, count: int) -> None:
-        self.bytes_read += count
-        self.watch(count)
+    def _open(self, file: Path) -> dict[str, LazyArray]:
+        """Name -> tensor of a file, which stays mapped as long as they live."""
+
+        def read(view: torch.Tensor, where: Slices) -> torch.Tensor:
+            part = view[where]
+            self.watch(part.nbytes)
+            return part
+
+        try:
+            _check_header(file)
+            with safe_open(file, framework="pt") as opened:
+                views = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped, not read)
+            return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
+        except Exception as error:  # safetensors', and torch's for shapes that it can't hold
+            raise _unreadable(self.asked, file, error) from error
 
     def _match(self) -> dict[str, Group]:
-        """Groups the files' tensors by the first parameter that they become.
-
-        A tensor that becomes no parameter is a group under its own name, which is refused as left over.
-        """
+        """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -114,18 +116,12 @@ class HubWeights:
             name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
             if name not in state and tensor in state:  # it has the model's own name already
                 name, pattern = rename_source_key(tensor, [], [], prefix, state)
-            if pattern is None:
-                groups.setdefault(name, Group(WeightRenaming(tensor, name))).members.append((tensor, tensor))
-            else:
-                groups.setdefault(name, Group(by_pattern[pattern])).members.append((pattern, tensor))
+            transform = WeightRenaming(tensor, name) if pattern is None else by_pattern[pattern]
+            groups.setdefault(name, Group(transform)).members.append((pattern or tensor, tensor))
         return groups
 
     def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
-        """Name -> values of all parameters, ``name`` among them, that a group becomes.
-
-        Raises:
-            UserError: the group's tensors do not go together.
-        """
+        """Name -> values of all parameters, ``name`` among them, that a group becomes; else raises UserError."""
         transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
         for pattern, tensor in group.members:
             lazy: Any = Lazy.of(self.tensors[tensor])  # torch's functions take it for a tensor
@@ -134,116 +130,81 @@ class HubWeights:
             found = transform.convert(name, model=self.model, config=self.model.config)
         except Exception as error:  # of torch's and of transformers' kinds
             tensors = [tensor for _, tensor in group.members]
-            raise UserError(
-                asked=f"--model {self.asked}",
-                found=f"{len(tensors)} tensors that make {name} do not go together: {first_names(tensors)} ({error})",
-                why="transformers' conversion of them fails",
-                instead="a complete checkpoint, with the config.json that it was saved with",
-            ) from error
+            text = f"{len(tensors)} tensors that make {name} do not go together: {first_names(tensors)} ({error})"
+            instead = "a complete checkpoint, with the config.json that it was saved with"
+            raise _refused(self.asked, text, "transformers' conversion of them fails", instead) from error
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
 
-    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless every parameter has values of its shape and no tensor is left over."""
+    def _check(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
         state = self.model.state_dict()
-        keys = SimpleNamespace(missing_keys=set(state) - set(shapes), unexpected_keys=set(shapes) - set(state))
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        absent = {name for name in keys.missing_keys if name in parameters}
+        keys = SimpleNamespace(missing_keys=set(state) - set(found), unexpected_keys=set(found) - set(state))
+        absent = keys.missing_keys & self.tied.keys()
         # semi-private: transformers/modeling_utils.py, transformers 5.23; drops the names that a family says to ignore
         self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
-        missing = (keys.missing_keys - absent) | {n for n in absent if not shapes.keys() & self.twins.get(n, set())}
-        extra = keys.unexpected_keys
-        wrong = [
-            f"{name} {list(shapes[name])} where the config says {list(state[name].shape)}"
-            for name in shapes.keys() & state.keys()
-            if shapes[name] != tuple(state[name].shape)
+        missing = (keys.missing_keys - absent) | {n for n in absent if not found.keys() & self.tied[n]}
+        shapes = {name: (list(found[name].shape), list(state[name].shape)) for name in found.keys() & state.keys()}
+        misshapen = [
+            f"{n} {ours} where the config says {theirs}" for n, (ours, theirs) in shapes.items() if ours != theirs
         ]
-        kinds = (("missing", missing), ("left over", extra), ("of another shape", wrong))
-        found = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
-        if found:
-            raise UserError(
-                asked=f"--model {self.asked}",
-                found="tensors " + "; tensors ".join(found),
-                why=f"they do not fit its config (a {type(self.model).__name__}): training would start from other "
-                "weights than these without a word",
-                instead="the config.json that the weights were saved with, and all of the files",
-            )
-
-    def _check_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raises UserError where a floating-point parameter has other numbers in the files."""
-        state = self.model.state_dict()
-        floating = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
-        wrong = [
-            f"{name} in {dtype}"
-            for name, dtype in dtypes.items()
-            if name in state and state[name].is_floating_point() and dtype not in floating
-        ]
+        kinds = (("missing", missing), ("left over", keys.unexpected_keys), ("of another shape", misshapen))
+        wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
         if wrong:
-            raise UserError(
-                asked=f"--model {self.asked}",
-                found=f"{len(wrong)} tensors of no floating-point numbers: {first_names(wrong)}",
-                why="they are quantized, or of another kind: taken as they stand they would be other weights",
-                instead="the checkpoint in bfloat16 or float32",
-            )
+            fit = f"they do not fit its config (a {type(self.model).__name__})"
+            why = f"{fit}: training would start from other weights than these without a word"
+            instead = "the config.json that the weights were saved with, and all of the files"
+            raise _refused(self.asked, "tensors " + "; tensors ".join(wrong), why, instead)
+        floating = {name: found[name].dtype for name in shapes if state[name].is_floating_point()}
+        other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]
+        if other:
+            text = f"{len(other)} tensors of no floating-point numbers: {first_names(other)}"
+            why = "they are quantized, or of another kind: taken as they stand they would be other weights"
+            raise _refused(self.asked, text, why, _PLAIN)
 
     def _check_tied(self) -> None:
         """Raises UserError where the files hold a tied parameter under two names, with different values."""
-        for name, twins in self.twins.items():
-            for twin in sorted(twins & self.group_of.keys()):
-                if name < twin and name in self.group_of and not _equal(self(name), self(twin)):
-                    raise UserError(
-                        asked=f"--model {self.asked}",
-                        found=f"{name} and {twin} differ in its files",
-                        why="its config ties them (tie_word_embeddings), so one of the two would be lost",
-                        instead='"tie_word_embeddings": false in its config.json',
-                    )
+        for names in parameter_names(self.model):
+            held = sorted(self.group_of.keys() & set(names))
+            for twin in held[1:]:
+                if not _equal(self(held[0]), self(twin)):
+                    why = "its config ties them (tie_word_embeddings), so one of the two would be lost"
+                    instead = '"tie_word_embeddings": false in its config.json'
+                    raise _refused(self.asked, f"{held[0]} and {twin} differ in its files", why, instead)
 
 
 def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     """Opens the weights of ``model`` (on meta) in the folder ``name``, or fetches those of that hub id.
 
-    Raises:
-        UserError: there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
+    Raises UserError if there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
     """
     if getattr(model.config, "quantization_config", None):
-        raise UserError(
-            asked=f"--model {name}",
-            found="its config.json has a quantization_config",
-            why="quantized weights are not trained, and are dequantized by each method's own library",
-            instead="the checkpoint in bfloat16 or float32",
-        )
-    folder = Path(name) if os.path.isdir(name) else _fetched(name)
+        why = "quantized weights are not trained, and are dequantized by each method's own library"
+        raise _refused(name, "its config.json has a quantization_config", why, _PLAIN)
+    try:
+        folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=PATTERNS))
+    except Exception as error:  # the hub client raises many kinds
+        raise _refused(
+            name,
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "there is no such folder here, and the hub did not give its weights",
+            "a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
+            "or whose files are in the hub's cache",
+        ) from error
     return HubWeights(name, _files(name, folder), model)
 
 
 @contextmanager
 def reading(weights: HubWeights, console: Console) -> Iterator[None]:
     """Shows inside the ``with`` how many bytes of ``weights`` have been read."""
-    with byte_bar(console, "reading weights", weights.total_bytes) as advance:
-        weights.watch = advance
-        try:
-            yield
-        finally:
-            weights.watch = lambda count: None
+    with byte_bar(console, "reading weights", weights.total_bytes) as weights.watch:
+        yield
+    weights.watch = lambda count: None
 
 
 def first_names(names: Iterable[str]) -> str:
     """The first eight of ``names`` in natural order, and the number of the rest."""
     names = sorted(names, key=dot_natural_key)
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-
-
-def _fetched(name: str) -> Path:
-    """Fetches a hub id's files into the hub's cache; their folder."""
-    try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
-    except Exception as error:  # the hub client raises many kinds
-        raise UserError(
-            asked=f"--model {name}",
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            why="there is no such folder here, and the hub did not give its weights",
-            instead="a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
-            "or whose files are in the hub's cache",
-        ) from error
 
 
 def _files(name: str, folder: Path) -> list[Path]:
@@ -254,56 +215,36 @@ def _files(name: str, folder: Path) -> list[Path]:
     if INDEX not in there:
         pickled = [file for file in there if Path(file).suffix in PICKLES]
         other = [file for file in there if file.endswith(".safetensors")]
-        raise UserError(
-            asked=f"--model {name}",
-            found=f"neither {WEIGHTS} nor {INDEX} in {folder}"
-            + (f", but pickled weights: {first_names(pickled)}" if pickled else "")
-            + (f", but {first_names(other)}" if other else ""),
-            why="a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
-            if pickled or not other
-            else "only the index says whether these are all of the files",
-            instead="the hub's safetensors revision; or, if you trust the files, convert them once: "
-            f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)",
-        )
+        found = f"neither {WEIGHTS} nor {INDEX} in {folder}"
+        why = "only the index says whether these are all of the files"
+        if pickled:
+            found += f", but pickled weights: {first_names(pickled)}"
+        if other:
+            found += f", but {first_names(other)}"
+        if pickled or not other:
+            why = "a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
+        instead = "the hub's safetensors revision; or, if you trust the files, convert them once: "
+        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
+        raise _refused(name, found, why, instead)
     try:
-        names = _indexed(folder / INDEX)
+        with _opened(folder / INDEX) as index:
+            names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))
+        for file in names:
+            if not file.endswith(".safetensors") or not file.isprintable() or set(file) & set("/\\"):
+                raise ValueError(f"it names {file[:200]!r}, which is no safetensors file beside it")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _unreadable(name, folder / INDEX, error) from error
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
-        raise UserError(
-            asked=f"--model {name}",
-            found=f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}",
-            why="the weights in them would be missing",
-            instead=f"all of the files in {folder}",
-        )
+        found = f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
+        raise _refused(name, found, "the weights in them would be missing", f"all of the files in {folder}")
     return [folder / file for file in names]
 
 
-def _indexed(index: Path) -> list[str]:
-    """The file names in an index.
-
-    Raises:
-        ValueError: one is no name of a safetensors file in the index's folder. Other types: it is no index.
-    """
-    names = sorted(set(json.loads(_content(index, 0, LARGEST))["weight_map"].values()))
-    for name in names:
-        if not name.endswith(".safetensors") or not name.isprintable() or set(name) & set("/\\"):
-            raise ValueError(f"it names {name[:200]!r}, which is no safetensors file beside it")
-    return names
-
-
-def _content(file: Path, start: int, size: int) -> bytes:
-    """Reads at most ``size`` bytes of a file from ``start`` on.
-
-    Raises:
-        OSError: it is no regular file (a pipe may never have a writer), or there is none.
-    """
+def _opened(file: Path) -> IO[bytes]:
     if not file.is_file():
-        raise OSError("no regular file")
-    with file.open("rb") as opened:
-        opened.seek(start)
-        return opened.read(size)
+        raise OSError("no regular file")  # a pipe may never have a writer
+    return file.open("rb")
 
 
 def _check_header(file: Path) -> None:
@@ -316,47 +257,31 @@ def _check_header(file: Path) -> None:
             raise ValueError(f"{twice[:200]!r} stands twice in its header")
         return found
 
-    size = int.from_bytes(_content(file, 0, 8), "little")
-    json.loads(_content(file, 8, min(size, LARGEST)), object_pairs_hook=unique)
-
-
-def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, LazyArray]:
-    """Name -> tensor of a file, which stays mapped as long as they live; ``count`` is told the bytes of each read."""
-
-    def read(view: torch.Tensor, where: Slices) -> torch.Tensor:
-        part = view[where]
-        count(part.nbytes)
-        return part
-
-    try:
-        _check_header(file)
-        with safe_open(file, framework="pt") as opened:
-            views = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped: reads nothing)
-        return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
-    except Exception as error:  # safetensors', and torch's for shapes that it can't hold
-        raise _unreadable(asked, file, error) from error
+    with _opened(file) as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        json.loads(opened.read(min(size, LARGEST)), object_pairs_hook=unique)
 
 
 def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
-    return UserError(
-        asked=f"--model {asked}",
-        found=f"{file} ({os.path.getsize(file) if file.exists() else 0:,} bytes): {type(error).__name__}: "
-        + str(error).partition("\n")[0][:400],
-        why="the file is truncated or corrupt, or a git-lfs pointer in the place of one",
-        instead=f"download {file.name} again",
-    )
+    size = os.path.getsize(file) if file.exists() else 0
+    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
+    why = "the file is truncated or corrupt, or a git-lfs pointer in the place of one"
+    return _refused(asked, found, why, f"download {file.name} again")
 
 
-def _twins(model: nn.Module) -> dict[str, set[str]]:
-    """A tied parameter's name -> its other names."""
-    by_parameter: dict[int, set[str]] = defaultdict(set)
+def _refused(asked: str, found: str, why: str, instead: str) -> UserError:
+    return UserError(asked=f"--model {asked}", found=found, why=why, instead=instead)
+
+
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, of which a tied one has several."""
+    found: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter[id(parameter)].add(name)
-    return {name: names - {name} for names in by_parameter.values() if len(names) > 1 for name in names}
+        found[id(parameter)].append(name)
+    return list(found.values())
 
 
-def _equal(one: Array, other: Array, rows: int = 4096) -> bool:
-    """Whether two arrays hold the same values; reads ``rows`` rows at a time."""
-    rest = [slice(0, size) for size in one.shape[1:]]
-    parts: Iterable[Any] = (slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows))
-    return all(torch.equal(one[(part, *rest)], other[(part, *rest)]) for part in parts)
+def _equal(one: Array, other: Array) -> bool:
+    """Whether two arrays hold the same values; reads 4096 rows at a time."""
+    parts = [(slice(i, i + 4096), *[slice(None)] * (len(one.shape) - 1)) for i in range(0, one.shape[0], 4096)]
+    return all(torch.equal(one[part], other[part]) for part in parts)

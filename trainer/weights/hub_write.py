@@ -7,12 +7,14 @@ shapes beforehand. So a file's header is written first, and its tensors follow a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
@@ -24,37 +26,27 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray
+from shardwright.files.arrays import LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.report.bars import byte_bar
-from shardwright.weights.hub_read import INDEX, WEIGHTS
+from shardwright.weights.hub_read import INDEX, WEIGHTS, parameter_names
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.weight_sources import Source
-
-KEY_FORMATS = ("original", "new")
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The format of an export.
+    """The format of an export; raises UserError if there is no such key format, or the size can't be read."""
 
-    Args:
-        key_format: ``original``: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes
-            them; ``new``: as transformers 5 has them in memory.
-        max_shard_size: the size of a file, such as ``5GB``; a file of a single tensor may be larger.
-        dtype: of floating-point tensors; None: the source's.
-
-    Raises:
-        UserError: there is no such key format, or the size can't be read.
-    """
-
+    # original: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes them; new: as
+    # transformers 5 has them in memory
     key_format: str = "original"
-    max_shard_size: str = "5GB"
-    dtype: torch.dtype | None = None
+    max_shard_size: str = "5GB"  # of a file; one of a single tensor may be larger
+    dtype: torch.dtype | None = None  # of floating-point tensors; None: the source's
 
     def __post_init__(self) -> None:
-        if self.key_format not in KEY_FORMATS:
+        if self.key_format not in ("original", "new"):
             raise UserError(
                 asked=f"key format {self.key_format!r}",
                 found="it is none of the known ones",
@@ -66,11 +58,9 @@ class ExportFormat:
     def split(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         """File name -> names of its tensors, from the tensors' sizes in bytes."""
         try:
+            names, size = "model{suffix}.safetensors", self.max_shard_size
             split = split_state_dict_into_shards_factory(
-                dict(sizes),
-                get_storage_size=lambda size: size,
-                filename_pattern="model{suffix}.safetensors",
-                max_shard_size=self.max_shard_size,
+                dict(sizes), get_storage_size=int, filename_pattern=names, max_shard_size=size
             )
         except ValueError as error:
             raise UserError(
@@ -82,108 +72,78 @@ class ExportFormat:
         return dict(split.filename_to_tensors)
 
 
-AS_ON_THE_HUB = ExportFormat()
-
-
 def export(
     folder: Folder | str | Path,
     model: PreTrainedModel,
     source: Source,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    form: ExportFormat = AS_ON_THE_HUB,
+    form: ExportFormat | None = None,
     console: Console | None = None,
 ) -> None:
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
 
     Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
-    or the index of several) comes last. Earlier weights there are replaced.
-
-    Args:
-        model: the plain (unstacked) model on meta, whose class knows the hub's names.
-        source: of the model's own parameter and buffer names.
-
-    Raises:
-        UserError: no space is left, or the folder can't be written.
+    or the index of several) comes last. Earlier weights there are replaced. ``model`` is plain (unstacked), on meta;
+    its class knows the hub's names, and ``source`` those of its own parameters and buffers. Raises UserError if no
+    space is left, or the folder can't be written.
     """
-    folder = folder if isinstance(folder, Folder) else Folder(str(folder))
-    tensors = hub_tensors(model, source, form.key_format)
-    dtypes = {
-        name: form.dtype if form.dtype and lazy.dtype.is_floating_point else lazy.dtype
-        for name, lazy in tensors.items()
-    }
-    sizes = {name: lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items()}
-    total = sum(sizes.values())
+    folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
+    tensors = hub_tensors(model, source, form)
+    dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
+    sizes = {name: lazy.like.nbytes for name, lazy in tensors.items()}
     # wide dtypes first, so that each tensor lies at a multiple of its own width
     files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
-    before = [name for name in folder.names() if _is_weights(name)]
-    with byte_bar(console or Console(quiet=True), "writing weights", total) as advance:
-        _write_description(folder, model, tokenizer, _widest(dtypes.values()))
+    # the dtype that holds all of these: frozen weights may be stored in a narrower one
+    widest = max(dtypes.values(), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    before = [n for n in folder.names() if n in (WEIGHTS, INDEX) or Path(n).match("model-*.safetensors")]
+    with byte_bar(console or Console(quiet=True), "writing weights", sum(sizes.values())) as advance:
+        _write_description(folder, model, tokenizer, widest)
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # else old files and new ones would look like one checkpoint
-        write_files(folder, files, tensors, dtypes, advance)
+        write_files(folder, files, tensors, advance)
     if WEIGHTS not in files:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         folder.write(INDEX, json.dumps(index, indent=2).encode())
     for name in before:
         if name not in files and (name != INDEX or WEIGHTS in files):
             folder.remove_file(name)
 
 
-def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict[str, Lazy]:
+def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> dict[str, Lazy]:
     """The hub's name -> values of a checkpoint of ``model``; nothing is read yet."""
     # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
-    tied = getattr(model, "all_tied_weights_keys", {})
-    twins: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        twins.setdefault(id(parameter), []).append(name)
+    tied, ignored = getattr(model, "all_tied_weights_keys", {}), set(model._keys_to_ignore_on_save or ())
+    groups = parameter_names(model)
     # a tied parameter is written once, under the name to which the others are tied
-    written = {next((name for name in group if name not in tied), group[0]): group[0] for group in twins.values()}
-    parameters = {name for group in twins.values() for name in group}
+    written = {next((name for name in group if name not in tied), group[0]): group[0] for group in groups}
+    parameters = set(itertools.chain(*groups))
     written |= {name: name for name in model.state_dict() if name not in parameters}  # buffers
-    ignored = set(model._keys_to_ignore_on_save or ())
-    last = _Last(source)
-    tensors = {name: Lazy.of(last.array(known)) for name, known in written.items() if name not in ignored}
-    # it wants tensors; a Lazy passes for one
-    return revert_weight_conversion(model, tensors) if key_format == "original" else tensors  # type: ignore[arg-type, return-value]
+    # parameters are read whole: the hub's tensors that are cut from one follow each other
+    read: Callable[[str], torch.Tensor] = keeping_last(lambda name: whole(source(name)))
 
+    def leaf(name: str) -> Lazy:
+        array = source(name)
+        return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]))
 
-class _Last:
-    """Reads parameters whole and keeps the last one: the hub's tensors that are cut from it follow each other."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.name, self.values = source, "", torch.empty(0)
-
-    def array(self, name: str) -> Array:
-        array = self.source(name)
-        return LazyArray(tuple(array.shape), array.dtype, lambda where: self.read(name)[where])
-
-    def read(self, name: str) -> torch.Tensor:
-        if name != self.name:
-            self.name, self.values = "", torch.empty(0)  # freed first, so that two are never held
-            array = self.source(name)
-            self.values = array[tuple(slice(0, size) for size in array.shape)]
-            self.name = name
-        return self.values
+    tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
+    if form.key_format == "original":
+        tensors = revert_weight_conversion(model, tensors)
+    other = {n for n, lazy in tensors.items() if form.dtype not in (None, lazy.dtype) and lazy.dtype.is_floating_point}
+    return tensors | {name: tensors[name].to(form.dtype) for name in other}
 
 
 def write_files(
-    folder: Folder,
-    files: Mapping[str, list[str]],
-    tensors: dict[str, Lazy],
-    dtypes: Mapping[str, torch.dtype],
-    advance: Callable[[int], None],
+    folder: Folder, files: Mapping[str, list[str]], tensors: dict[str, Lazy], advance: Callable[[int], None]
 ) -> None:
     """Writes the files one after the other; if one fails, removes those already written."""
-    written: list[str] = []
+    written = []
     try:
         for file, names in files.items():
             with folder.writing(file) as out:
-                out.write(file_header({name: (tensors[name].shape, dtypes[name]) for name in names}))
+                out.write(file_header({name: (tensors[name].shape, tensors[name].dtype) for name in names}))
                 for name in names:
-                    values = tensors.pop(name).read().to(dtypes[name])
+                    values = tensors.pop(name).read()
                     out.write(bytes_of(values))
                     advance(values.nbytes)
                     del values  # or two are held while the next is read
@@ -198,47 +158,31 @@ def write_files(
 def _write_description(
     folder: Folder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> None:
-    """Writes the small files, through a folder on disk, since transformers writes nowhere else."""
-    model.config.dtype = dtype
-    model.config.architectures = [type(model).__name__]
-    for config in (model.config, model.config.get_text_config()):
-        vars(config).pop("quantization_config", None)  # these weights are plain
-    with tempfile.TemporaryDirectory() as scratch:
-        model.config.save_pretrained(scratch)
+    config = model.config
+    config.dtype, config.architectures = dtype, [type(model).__name__]
+    base, generation = config.name_or_path, model.generation_config
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # these weights are plain
+    with tempfile.TemporaryDirectory() as scratch:  # transformers writes on a disk alone
+        config.save_pretrained(scratch)
         if model.can_generate():
+            with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
+                generation = GenerationConfig.from_pretrained(base, local_files_only=True) if base else generation
             # not by save_pretrained, which refuses some of the hub's generation configs
-            _generation_config(model).to_json_file(Path(scratch) / "generation_config.json")
+            generation.to_json_file(Path(scratch, "generation_config.json"))  # type: ignore[union-attr]
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        _copy_processor(model.config.name_or_path, Path(scratch))
+        _copy_processor(base, Path(scratch))
         for path in sorted(Path(scratch).rglob("*")):
             if path.is_file():
                 place = path.relative_to(scratch).parent
                 (folder / str(place) if place.name else folder).write(path.name, path.read_bytes())
 
 
-def _generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """The generation config of the checkpoint that the config came from, else the family's."""
-    if model.config.name_or_path:
-        with contextlib.suppress(OSError, ValueError):
-            return GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)
-    return model.generation_config  # type: ignore[return-value]
-
-
 def _copy_processor(base: str | None, folder: Path) -> None:
-    """Copies the settings of image and sound processors from the checkpoint ``base``."""
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         found = None
         with contextlib.suppress(OSError, ValueError):  # none is there
             found = cached_file(base, name, local_files_only=True) if base else None
         if found is not None and not (folder / name).exists():
             shutil.copy(found, folder / name)
-
-
-def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of these: frozen weights may be stored in a narrower one."""
-    return max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
-
-
-def _is_weights(name: str) -> bool:
-    return name in (WEIGHTS, INDEX) or (name.startswith("model-") and name.endswith(".safetensors"))

@@ -9,7 +9,8 @@ any other is computed whole at the first read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,37 +19,26 @@ from torch.utils._pytree import tree_map_only  # semi-private: torch/utils/_pytr
 from shardwright.files.arrays import Array, Slices
 
 # writes the values at the slices into a tensor of their shape
-Fill: TypeAlias = Callable[[Slices, torch.Tensor], None]
+Fill: TypeAlias = Callable[[Slices, torch.Tensor], object]
+# an input, slices of it, and the part of the result that they fill
+Moved: TypeAlias = Iterator[tuple["Lazy | torch.Tensor", Slices, torch.Tensor]]
 
 
 class Lazy:
     """A lazy tensor, which torch's functions and methods take for a tensor.
 
-    Args:
-        like: a meta tensor of its shape and dtype.
-        fill: writes a slice of it into a tensor.
-        array: the values of a leaf; None for an expression.
+    ``like`` is a meta tensor of its shape and dtype, and ``array`` has the values of a leaf; None: an expression.
     """
 
     def __init__(self, like: torch.Tensor, fill: Fill, array: Array | None = None) -> None:
         self.like, self.fill, self.array = like, fill, array
+        self.shape, self.dtype = like.shape, like.dtype
 
     @classmethod
     def of(cls, array: Array) -> Lazy:
         """A leaf with the values of ``array``."""
-
-        def fill(where: Slices, out: torch.Tensor) -> None:
-            out.copy_(array[where])
-
-        return cls(torch.empty(tuple(array.shape), dtype=array.dtype, device="meta"), fill, array)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.like.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.like.dtype
+        like = torch.empty(tuple(array.shape), dtype=array.dtype, device="meta")
+        return cls(like, lambda where, out: out.copy_(array[where]), array)
 
     def read(self, where: Slices | None = None) -> torch.Tensor:
         """The values at ``where``, slices of step 1, on the host; by default the whole."""
@@ -73,10 +63,23 @@ class Lazy:
         name = getattr(function, "__name__", "")
         if name in ("contiguous", "clone", "detach"):
             return args[0]
-        parts = list(like) if several else [like]
-        fills = MOVES[name](parts, *args, **kwargs) if name in MOVES else _computed(parts, function, args, kwargs)
-        found = [cls(part, fill) for part, fill in zip(parts, fills, strict=True)]
-        return tuple(found) if several else found[0]
+        if name in ("split", "chunk"):
+            return _split(like, *args, **kwargs)
+        if name in MOVES:
+            return cls(like, functools.partial(_move, MOVES[name], args, kwargs))
+
+        @functools.cache  # as long as the expression lives
+        def computed() -> Sequence[torch.Tensor]:
+            whole_args, whole_kwargs = tree_map_only(Lazy, Lazy.read, (args, kwargs))
+            values = function(*whole_args, **whole_kwargs)
+            return values if several else [values]
+
+        def fill(index: int, where: Slices, out: torch.Tensor) -> None:
+            out.copy_(computed()[index][where])
+
+        parts = like if several else [like]
+        found = tuple(cls(part, functools.partial(fill, index)) for index, part in enumerate(parts))
+        return found if several else found[0]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -88,9 +91,7 @@ class Lazy:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """A method that records the tensor's own operator ``name``."""
-    function = getattr(torch.Tensor, name)
-    return lambda self, *args: Lazy.__torch_function__(function, (), (self, *args))
+    return lambda self, *args: Lazy.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
 
 
 # Python looks operators up on the class, where __getattr__ does not reach
@@ -98,96 +99,65 @@ for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
     setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _computed(
-    parts: Sequence[torch.Tensor], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Fill]:
-    """Fills of any operation: computed whole at the first read, and kept as long as the expression."""
-
-    @functools.cache
-    def values() -> Sequence[torch.Tensor]:
-        whole_args, whole_kwargs = tree_map_only(Lazy, Lazy.read, (args, kwargs))
-        result = function(*whole_args, **whole_kwargs)
-        return [result] if isinstance(result, torch.Tensor) else result
-
-    def fill(index: int, where: Slices, out: torch.Tensor) -> None:
-        out.copy_(values()[index][where])
-
-    return [functools.partial(fill, index) for index in range(len(parts))]
+# ---- operations that only move values: a wanted slice, what it goes into, and the operation's own arguments ----
 
 
-def _stack(parts: Sequence[torch.Tensor], tensors: Sequence[Any], dim: int = 0) -> list[Fill]:
-    dim %= parts[0].dim()
-
-    def fill(where: Slices, out: torch.Tensor) -> None:
-        for i, index in enumerate(range(where[dim].start, where[dim].stop)):
-            _fill_of(tensors[index])(where[:dim] + where[dim + 1 :], out.select(dim, i))
-
-    return [fill]
+def _move(
+    move: Callable[..., Moved], args: tuple[Any, ...], kwargs: dict[str, Any], where: Slices, out: torch.Tensor
+) -> None:
+    for tensor, inside, into in move(where, out, *args, **kwargs):
+        (tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)).fill(inside, into)
 
 
-def _cat(parts: Sequence[torch.Tensor], tensors: Sequence[Any], dim: int = 0) -> list[Fill]:
-    dim %= parts[0].dim()
-
-    def fill(where: Slices, out: torch.Tensor) -> None:
-        wanted, start = where[dim], 0
-        for tensor in tensors:
-            low, high = max(wanted.start, start), min(wanted.stop, start + tensor.shape[dim])
-            if low < high:
-                inside = (*where[:dim], slice(low - start, high - start), *where[dim + 1 :])
-                _fill_of(tensor)(inside, out.narrow(dim, low - wanted.start, high - low))
-            start += tensor.shape[dim]
-
-    return [fill]
+def _stack(where: Slices, out: torch.Tensor, tensors: Sequence[Any], dim: int = 0) -> Moved:
+    dim %= out.dim()
+    for i, index in enumerate(range(where[dim].start, where[dim].stop)):
+        yield tensors[index], where[:dim] + where[dim + 1 :], out.select(dim, i)
 
 
-def _transpose(parts: Sequence[torch.Tensor], tensor: Any, dim0: int, dim1: int) -> list[Fill]:
-    def fill(where: Slices, out: torch.Tensor) -> None:
-        swapped = list(where)
-        swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
-        _fill_of(tensor)(tuple(swapped), out.transpose(dim0, dim1))
-
-    return [fill]
-
-
-def _split(parts: Sequence[torch.Tensor], tensor: Any, sizes: Any, dim: int = 0) -> list[Fill]:
-    dim %= parts[0].dim()
-
-    def fill(start: int, where: Slices, out: torch.Tensor) -> None:
-        moved = slice(where[dim].start + start, where[dim].stop + start)
-        _fill_of(tensor)((*where[:dim], moved, *where[dim + 1 :]), out)
-
-    starts = [sum(part.shape[dim] for part in parts[:i]) for i in range(len(parts))]
-    return [functools.partial(fill, start) for start in starts]
+def _cat(where: Slices, out: torch.Tensor, tensors: Sequence[Any], dim: int = 0) -> Moved:
+    dim %= out.dim()
+    wanted, start = where[dim], 0
+    for tensor in tensors:
+        low, high = max(wanted.start, start), min(wanted.stop, start + tensor.shape[dim])
+        if low < high:
+            inside = (*where[:dim], slice(low - start, high - start), *where[dim + 1 :])
+            yield tensor, inside, out.narrow(dim, low - wanted.start, high - low)
+        start += tensor.shape[dim]
 
 
-def _squeeze(parts: Sequence[torch.Tensor], tensor: Any, dim: int) -> list[Fill]:
+def _transpose(where: Slices, out: torch.Tensor, tensor: Any, dim0: int, dim1: int) -> Moved:
+    swapped = list(where)
+    swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
+    yield tensor, tuple(swapped), out.transpose(dim0, dim1)
+
+
+def _narrow(where: Slices, out: torch.Tensor, tensor: Any, dim: int, start: int, length: int) -> Moved:
+    dim %= out.dim()
+    yield tensor, (*where[:dim], slice(where[dim].start + start, where[dim].stop + start), *where[dim + 1 :]), out
+
+
+def _squeeze(where: Slices, out: torch.Tensor, tensor: Any, dim: int) -> Moved:
     dim %= len(tensor.shape)
-
-    def fill(where: Slices, out: torch.Tensor) -> None:
-        if tensor.shape[dim] == 1:
-            where, out = (*where[:dim], slice(0, 1), *where[dim:]), out.unsqueeze(dim)
-        _fill_of(tensor)(where, out)
-
-    return [fill]
+    if tensor.shape[dim] == 1:
+        where, out = (*where[:dim], slice(0, 1), *where[dim:]), out.unsqueeze(dim)
+    yield tensor, where, out
 
 
-def _unsqueeze(parts: Sequence[torch.Tensor], tensor: Any, dim: int) -> list[Fill]:
-    dim %= parts[0].dim()
-    return [lambda where, out: _fill_of(tensor)(where[:dim] + where[dim + 1 :], out.squeeze(dim))]
+def _unsqueeze(where: Slices, out: torch.Tensor, tensor: Any, dim: int) -> Moved:
+    dim %= out.dim()
+    yield tensor, where[:dim] + where[dim + 1 :], out.squeeze(dim)
 
 
-MOVES: dict[str, Callable[..., list[Fill]]] = {
-    "stack": _stack,
-    "cat": _cat,
-    "concat": _cat,
-    "concatenate": _cat,
-    "transpose": _transpose,
-    "chunk": _split,
-    "split": _split,
-    "squeeze": _squeeze,
-    "unsqueeze": _unsqueeze,
+def _to(where: Slices, out: torch.Tensor, tensor: Any, *args: Any, **kwargs: Any) -> Moved:
+    yield tensor, where, out  # of the other dtype: values are cast as they are copied into it
+
+
+MOVES: dict[str, Callable[..., Moved]] = dict.fromkeys(("cat", "concat", "concatenate"), _cat) | {
+    move.__name__[1:]: move for move in (_stack, _transpose, _narrow, _squeeze, _unsqueeze, _to)
 }
 
 
-def _fill_of(tensor: Lazy | torch.Tensor) -> Fill:
-    return (tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)).fill
+def _split(parts: Sequence[torch.Tensor], tensor: Lazy, sizes: Any, dim: int = 0) -> tuple[Lazy, ...]:
+    starts = itertools.accumulate((part.shape[dim] for part in parts), initial=0)
+    return tuple(tensor.narrow(dim, start, part.shape[dim]) for part, start in zip(parts, starts, strict=False))

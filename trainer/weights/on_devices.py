@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from shardwright.files.arrays import Array, Layer, LazyArray, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices, keeping_last, layer_of
 from shardwright.hosts.hosts import hosts
-from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
+from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.weights.place import layer_batches, read_layer
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh
@@ -18,23 +19,18 @@ from shardwright.xla.runtime import run_now
 
 
 class LiveWeights:
-    """A source that reads placed parameters; the host holds one layer's parameter at a time.
+    """A source that reads placed ``parameters``, stored as in ``plan``, and the buffers of the assembled ``model``.
 
-    It keeps the layer read last, so make one for each use, while no step changes the weights.
-
-    Args:
-        model: the assembled model, for its buffers.
-        plan: of ``parameters`` as they are stored.
+    The host holds one layer's parameter at a time. It keeps the layer read last, so make one for each use, while no
+    step changes the weights.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parameters: Tensors) -> None:
         self.model, self.plan, self.mesh, self.parameters = model, plan, mesh, parameters
-        batches = layer_batches([entry for entry in plan.parameters if is_stacked(entry.name)])
+        self._batches = layer_batches([entry for entry in plan.parameters if is_stacked(entry.name)])
         self._row_of = {
-            member: (entry, batch, index)
-            for batch in batches
+            member: (entry, number, index)
+            for number, batch in enumerate(self._batches)
             for entry in batch
             for index, member in enumerate(plan.members(entry.name))
         }
@@ -45,32 +41,25 @@ class LiveWeights:
             if is_stacked(name)
             for layer, member in enumerate(layer_names(name, len(buffer)))
         }
-        self._rows: tuple[object, dict[str, torch.Tensor]] = (None, {})  # of one layer, on the devices
+        self._rows = keeping_last(self._read_rows)
 
     def __call__(self, name: str) -> Array:
         """A parameter or persistent buffer as an array; reading any slice fetches the whole."""
         name = self.plan.aliases.get(name, name)
         if name in self._row_of:
-            entry, _, _ = self._row_of[name]
-            return _fetch_when_read(entry.shape[1:], entry.dtype, lambda: self._row(name))
+            entry, number, index = self._row_of[name]
+            return _fetch_when_read(entry.shape[1:], entry.dtype, lambda: self._rows((number, index))[entry.name])
         if name in self._buffers:
             buffer, layer = self._buffers[name]
-            return Layer(_fetch_when_read(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
+            return layer_of(_fetch_when_read(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
         tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
         return _fetch_when_read(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
-    def _row(self, name: str) -> torch.Tensor:
-        entry, batch, index = self._row_of[name]
-        key = (batch[0].name, index)
-        if self._rows[0] != key:
-            self._rows = (None, {})  # freed first, so that two layers are never held
-            self._rows = (key, self._read_rows(batch, index))
-        return self._rows[1][entry.name]
-
-    def _read_rows(self, batch: Sequence[ParameterPlan], index: int) -> dict[str, torch.Tensor]:
-        """Layer ``index`` of each stack in ``batch``; the index is data, so a batch is compiled once."""
+    def _read_rows(self, place: tuple[int, int]) -> Tensors:
+        """A layer of each stack in a batch, on the devices; its index is data, so a batch is compiled once."""
+        number, index = place
         where = sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
-        stacks = {entry.name: self.parameters[entry.name] for entry in batch}
+        stacks = {entry.name: self.parameters[entry.name] for entry in self._batches[number]}
         rows = read_layer(stacks, where, self.plan, self.mesh)
         run_now(list(rows.values()))
         return rows

@@ -9,8 +9,6 @@ r: rank, E: experts.
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from safetensors import safe_open
+from safetensors.torch import load
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,7 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardwright.errors import UserError, command
-from shardwright.files.folder import Folder
+from shardwright.files.arrays import whole
+from shardwright.files.folder import Folder, as_json
 from shardwright.hosts.hosts import hosts
 from shardwright.model.lora_options import CONFIG, WEIGHTS, adapted_shapes, as_config
 from shardwright.models.adapters.lora import A, B, Lora
@@ -42,38 +42,23 @@ _PREFIX, _TAILS = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The format of an adapter's files.
-
-    Args:
-        model: transformers' own, on meta, whose weights are adapted.
-        whole: the model that loads the adapter, of which ``model`` may be a part.
-        names: the names of ``model`` → those of ``whole``.
-        base: hub id or folder of the weights of ``whole``, for PEFT to find; None: unknown.
-        per_expert: under the names of the hub's weights, each expert by itself, for serving engines. PEFT loads it onto
-            Mixtral and Qwen2-MoE alone.
-
-    Raises:
-        UserError: ``per_expert``, for a family whose experts are fused on the hub too.
-    """
+    """The format of an adapter's files; raises UserError if ``per_expert``, and experts are fused on the hub too."""
 
     lora: Lora
-    model: PreTrainedModel
-    whole: PreTrainedModel
-    names: Mapping[str, str]
-    base: str | None
+    model: PreTrainedModel  # transformers' own, on meta, whose weights are adapted; perhaps a part of `whole`
+    whole: PreTrainedModel  # loads the adapter
+    names: Mapping[str, str]  # those of `model` → those of `whole`
+    base: str | None  # hub id or folder of the weights of `whole`, for PEFT to find; None: unknown
+    # under the names of the hub's weights, each expert by itself, for serving engines; PEFT loads it onto Mixtral and
+    # Qwen2-MoE alone
     per_expert: bool = False
 
     def config(self) -> dict[str, Any]:
         """The content of `adapter_config.json`."""
         values = as_config(self.lora, self.whole, self.base, self.names)
         if self.per_expert:
-            shapes = adapted_shapes(self.model)
-            hub = {
-                name.removesuffix(".weight").rpartition(".")[2]
-                for target in self.lora.targets
-                for name in self._split(target, Lazy.of(torch.empty(*shapes[target][:-1], 1, device="meta")))
-            }
-            values |= {"target_modules": sorted(hub), "target_parameters": None}
+            modules = {stem.rpartition(".")[2] for target in self.lora.targets for stem in self._stems(target)}
+            values |= {"target_modules": sorted(modules), "target_parameters": None}
         return values
 
     def tensors(self, factors: Source) -> dict[str, Lazy]:
@@ -88,17 +73,18 @@ class AdapterFiles:
             pieces = self._split(target, b)
             each = len(pieces) // (b.shape[0] if len(b.shape) == 3 else 1)  # gate and up have one A
             same = self._split(target, torch.cat([a] * each, dim=-2) if each > 1 else a)  # type: ignore[list-item]
-            for suffix, values in ((A, same), (B, pieces)):
-                found |= {_PREFIX + n.removesuffix(".weight") + _TAILS[suffix]: t for n, t in values.items()}
+            for tail, values in zip(_TAILS.values(), (same, pieces), strict=True):
+                found |= {_PREFIX + name.removesuffix(".weight") + tail: lazy for name, lazy in values.items()}
         return found
 
     def actions(self, found: Mapping[str, torch.Tensor], probe: torch.Tensor, target: str) -> dict[str, torch.Tensor]:
         """Name → the product of a file's factors with the columns ``probe`` [in, n], as a loader computes it."""
         if self.per_expert:
-            shape = adapted_shapes(self.model)[target]
-            stems = [n.removesuffix(".weight") for n in self._split(target, Lazy.of(torch.empty(*shape[:-1], 1)))]
-            pairs = {stem: tuple(found[_PREFIX + stem + tail].double() for tail in _TAILS.values()) for stem in stems}
-            return {f"{stem}.weight": self.lora.scale * (b @ (a @ probe)) for stem, (a, b) in pairs.items()}
+            got = {}
+            for stem in self._stems(target):
+                a, b = (found[_PREFIX + stem + tail].double() for tail in _TAILS.values())
+                got[f"{stem}.weight"] = self.lora.scale * (b @ (a @ probe))
+            return got
         keys = peft_keys(self.lora, self.model, self.names)
         a, b = (found[keys[target + suffix]].double() for suffix in (A, B))
         count, r = a.shape[0] // self.lora.r, self.lora.r
@@ -110,6 +96,11 @@ class AdapterFiles:
         if not self.per_expert:
             return {target: action}
         return {name: lazy.read() for name, lazy in self._split(target, Lazy.of(action)).items()}
+
+    def _stems(self, target: str) -> list[str]:
+        """The hub's names of the parts of ``target``, without their ``.weight``."""
+        narrow = torch.empty(*adapted_shapes(self.model)[target][:-1], 1, device="meta")
+        return [name.removesuffix(".weight") for name in self._split(target, Lazy.of(narrow))]
 
     def _split(self, target: str, tensor: Any) -> dict[str, Lazy]:
         """The hub's name → its part of ``tensor``, a stand-in for the weight ``target``."""
@@ -132,28 +123,19 @@ class AdapterFiles:
 
 
 def save_adapter(
-    folder: Folder,
-    files: AdapterFiles,
-    factors: Source,
-    tokenizer: PreTrainedTokenizerBase | None,
-    console: Console | None = None,
+    folder: Folder, files: AdapterFiles, factors: Source, tokenizer: PreTrainedTokenizerBase | None, console: Console
 ) -> None:
-    """Writes the adapter, its config last, and proves it.
-
-    Raises:
-        UserError: no space is left, the folder can't be written, or the files are not the trained adapter.
-    """
+    """Writes the adapter, its config last; raises UserError if it can't, or reads back another than was trained."""
     tensors = files.tensors(factors)
-    dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
-    total = sum(math.prod(lazy.shape) * lazy.dtype.itemsize for lazy in tensors.values())
-    with byte_bar(console or Console(quiet=True), "writing the adapter", total) as advance:
-        write_files(folder, {WEIGHTS: list(tensors)}, tensors, dtypes, advance)
+    total = sum(lazy.like.nbytes for lazy in tensors.values())
+    with byte_bar(console, "writing the adapter", total) as advance:
+        write_files(folder, {WEIGHTS: list(tensors)}, tensors, advance)
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as scratch:
             tokenizer.save_pretrained(scratch)
             for path in sorted(Path(scratch).iterdir()):
                 folder.write(path.name, path.read_bytes())
-    folder.write(CONFIG, (json.dumps(files.config(), indent=2) + "\n").encode())
+    folder.write(CONFIG, as_json(files.config()))
     hosts().once(lambda: None)  # by now the first host has written them
     prove(folder, files, factors)
 
@@ -167,8 +149,7 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
     generator = torch.Generator().manual_seed(0)
     for target in files.lora.targets:
         probe = torch.randn(shapes[target][-1], _PROBES, generator=generator, dtype=torch.float64)
-        arrays = [factors(target + suffix) for suffix in (A, B)]
-        a, b = (array[tuple(slice(0, size) for size in array.shape)].double() for array in arrays)
+        a, b = (whole(factors(target + suffix)).double() for suffix in (A, B))
         expected = files.expected(files.lora.scale * (b @ (a @ probe)), target)
         got = files.actions(found, probe, target)
         if got.keys() != expected.keys() or any(not _equal(got[name], expected[name]) for name in expected):
@@ -215,20 +196,13 @@ def from_peft(name: str, matrix: torch.Tensor, shape: Sequence[int]) -> torch.Te
 
 
 def open_adapter(folder: Folder, lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> Source:
-    """A source of the factors in ``folder``, in PEFT's format; the host holds them.
+    """A source of the factors in ``folder``, in PEFT's format; the host holds them. ``lora`` is from its config.
 
-    Args:
-        lora: from its config (`shardwright.model.lora_options.read_config`).
-        model: transformers' own, on meta.
-
-    Raises:
-        UserError: there is no such file, or factors are missing, left over, of another shape or not finite.
+    Raises UserError if there is no such file, or factors are missing, left over, of another shape or not finite.
     """
-    found = _read(folder)
-    keys, shapes = peft_keys(lora, model, names), factor_shapes(lora, model)
+    found, keys, shapes = _read(folder), peft_keys(lora, model, names), factor_shapes(lora, model)
     wrong = [f"{key} is missing" for key in keys.values() if key not in found]
     wrong += [f"{key} is left over" for key in found if key not in keys.values()]
-    factors = {}
     for name, key in keys.items():
         if key in found:
             matrix, flat = found[key], as_peft(name, torch.empty(shapes[name], device="meta")).shape
@@ -236,8 +210,6 @@ def open_adapter(folder: Folder, lora: Lora, model: PreTrainedModel, names: Mapp
                 wrong.append(f"{key} of shape {list(matrix.shape)}, where {list(flat)} is needed")
             elif not matrix.is_floating_point() or not bool(torch.isfinite(matrix).all()):
                 wrong.append(f"{key} has values that are no finite numbers")
-            else:
-                factors[name] = from_peft(name, matrix, shapes[name])
     if wrong:
         raise UserError(
             asked=f"the adapter in {folder}",
@@ -246,7 +218,7 @@ def open_adapter(folder: Folder, lora: Lora, model: PreTrainedModel, names: Mapp
             instead="the adapter as PEFT saved it, and the model that it was trained on; "
             "one written with --adapter_format peft",
         )
-    return lambda name: factors[name]
+    return lambda name: from_peft(name, found[keys[name]], shapes[name])
 
 
 def factor_shapes(lora: Lora, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -259,11 +231,8 @@ def factor_shapes(lora: Lora, model: PreTrainedModel) -> dict[str, tuple[int, ..
 
 
 def _read(folder: Folder) -> dict[str, torch.Tensor]:
-    """Name in the file → tensor, on the host."""
     try:
         if folder.remote:
-            from safetensors.torch import load
-
             return load(folder.read(WEIGHTS))
         with safe_open(f"{folder}/{WEIGHTS}", framework="pt") as opened:
             return {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118

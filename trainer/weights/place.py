@@ -1,36 +1,37 @@
-"""Places a model's weights on the devices, a parameter at a time, from any source."""
+"""Places a model's weights on the devices, a parameter at a time, from any source; rounded to int8 where planned."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from shardwright.files.arrays import Array, Stack
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array, LazyArray, Slices, Stack, keeping_last
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
-from shardwright.weights.int8_weights import with_int8
+from shardwright.models.adapters.int8 import SCALE, to_int8
+from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh
 from shardwright.xla.runtime import run_now, wait_for_devices
 
+_Rows = tuple[tuple[int, int], ...]
 
-def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:
+
+def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> Tensors:
     """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out by ``plan``.
 
     Stacks are made on the devices and written there layer by layer, so the host holds one layer at most. Tied
-    parameters stay tied; buffers are replicated.
-
-    Returns:
-        name -> parameter, in the model's order.
+    parameters stay tied; buffers are replicated. Returns name -> parameter, in the model's order.
     """
     source = with_int8(source, plan)
     specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     owners = {**{entry.name: entry.name for entry in plan.parameters}, **plan.aliases}
     for alias in owners:  # frees earlier weights first: a chip need not have room for both
         _assign(model, alias, nn.Parameter(torch.empty((), device="meta")))
@@ -39,17 +40,18 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
             nothing = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             tensors[entry.name] = sharding.place(entry.name, nothing, mesh, specs[entry.name])
     else:
-        stacks = _zero_stacks(stacked, plan, mesh)
+        # made on the devices: zeros from the host would lie there first, whole
+        stacks = {e.name: sharding.zeros_on_device(e.shape, e.dtype, mesh, specs[e.name]) for e in stacked}
+        if stacks:
+            run_now(list(stacks.values()))
         for entry in plan.parameters:
             if entry not in stacked:
                 name = entry.name
                 tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
             elif entry is stacked[0]:  # here, to read in the model's order, which is that of most files
-                _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
+                _write_stacks(stacks, plan, mesh, source)
         tensors |= stacks
-    placed: dict[str, torch.Tensor] = {
-        entry.name: nn.Parameter(tensors[entry.name], entry.dtype.is_floating_point) for entry in plan.parameters
-    }
+    placed: Tensors = {e.name: nn.Parameter(tensors[e.name], e.dtype.is_floating_point) for e in plan.parameters}
     for alias, name in owners.items():
         _assign(model, alias, placed[name])
     place_buffers(model, mesh, source)
@@ -58,29 +60,9 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     return placed
 
 
-def _zero_stacks(stacked: Sequence[ParameterPlan], plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The stacks, all zero, made on the devices: zeros from the host would lie there first, whole."""
-    zeros = {
-        entry.name: sharding.zeros_on_device(entry.shape, entry.dtype, mesh, plan.specs[entry.name])
-        for entry in stacked
-    }
-    if zeros:
-        run_now(list(zeros.values()))
-    return zeros
-
-
-def _write_stacks(
-    stacks: dict[str, torch.Tensor],
-    batches: Sequence[Sequence[ParameterPlan]],
-    plan: ShardingPlan,
-    mesh: DeviceMesh,
-    source: Source,
-) -> None:
-    """Writes the layers into the stacks one after the other, in place.
-
-    The layer's number is data, so each batch of parameters is compiled once.
-    """
-    specs = plan.specs
+def _write_stacks(stacks: Tensors, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> None:
+    """Writes the layers one after the other, in place; their number is data, so each batch is compiled once."""
+    specs, batches = plan.specs, layer_batches([entry for entry in plan.parameters if entry.name in stacks])
     for index in range(max(batch[0].shape[0] for batch in batches)):
         where = sharding.place("layer", torch.tensor([index]), mesh, (None,))
         for batch in batches:
@@ -96,13 +78,7 @@ def _write_stacks(
             wait_for_devices()  # or torch_xla's copies of layers pile up on the host
 
 
-def write_layer(
-    stacks: Mapping[str, torch.Tensor],
-    rows: Mapping[str, torch.Tensor],
-    where: torch.Tensor,
-    plan: ShardingPlan,
-    mesh: DeviceMesh,
-) -> None:
+def write_layer(stacks: Tensors, rows: Tensors, where: torch.Tensor, plan: ShardingPlan, mesh: DeviceMesh) -> None:
     """Traces writing ``rows`` into layer ``where`` [1] of each stack, in place."""
     with torch.no_grad():
         for name, row in rows.items():
@@ -110,9 +86,7 @@ def write_layer(
             stacks[name].copy_(sharding.constrain(updated, mesh, plan.specs[name]))
 
 
-def read_layer(
-    stacks: Mapping[str, torch.Tensor], where: torch.Tensor, plan: ShardingPlan, mesh: DeviceMesh
-) -> dict[str, torch.Tensor]:
+def read_layer(stacks: Tensors, where: torch.Tensor, plan: ShardingPlan, mesh: DeviceMesh) -> Tensors:
     """Traces layer ``where`` [1] of each stack, laid out as the stack is."""
     with torch.no_grad():
         return {
@@ -143,12 +117,50 @@ def place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
         values: Array = buffer.cpu()
         if name in saved:
             values = Stack([source(n) for n in layer_names(name, len(buffer))]) if is_stacked(name) else source(name)
-        owner, _, key = name.rpartition(".")
-        model.get_submodule(owner)._buffers[key] = sharding.place(
-            name, values, mesh, (None,) * buffer.dim(), buffer.dtype
+        _assign(model, name, sharding.place(name, values, mesh, (None,) * buffer.dim(), buffer.dtype))
+
+
+def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, key = name.rpartition(".")
+    setattr(model.get_submodule(owner), key, tensor)
+
+
+def with_int8(source: Source, plan: ShardingPlan) -> Source:
+    """``source`` with the weights that ``plan`` stores in int8 rounded, and their scales.
+
+    Rows are rounded whole and read once. The host holds the rows of one parameter, and all scales, which are small.
+    """
+    rounded = keeping_last(lambda name: dict[_Rows, torch.Tensor]())
+    scales: dict[tuple[str, _Rows], torch.Tensor] = {}
+    names = {member for entry in plan.parameters if entry.dtype == torch.int8 for member in plan.members(entry.name)}
+
+    def read(name: str, rows: Slices, *, scale: bool) -> torch.Tensor:
+        array = source(name)
+        key = tuple(place.indices(size)[:2] for place, size in zip(rows, array.shape, strict=False))
+        if scale and (name, key) in scales:
+            return scales[name, key]
+        values = rounded(name)
+        if key not in values:
+            try:
+                values[key], scales[name, key] = to_int8(array[(*rows, slice(0, array.shape[-1]))])
+            except ValueError as error:
+                raise UserError(
+                    asked=f"{name} in int8",
+                    found=str(error),
+                    why="integers have none",
+                    instead="--base_dtype bfloat16, or a checkpoint without such values",
+                ) from error
+        return scales[name, key] if scale else values[key]
+
+    def int8_source(name: str) -> Array:
+        base = name.removesuffix(SCALE)
+        if base not in names:
+            return source(name)
+        shape, scale = tuple(source(base).shape), name != base
+        return LazyArray(
+            (*shape[:-1], 1) if scale else shape,
+            torch.float32 if scale else torch.int8,
+            lambda where: read(base, where[:-1], scale=scale)[..., where[-1]],
         )
 
-
-def _assign(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
-    owner, _, key = name.rpartition(".")
-    setattr(model.get_submodule(owner), key, parameter)
+    return int8_source

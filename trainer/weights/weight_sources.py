@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import zlib
@@ -30,22 +31,20 @@ def seeded_init(model: PreTrainedModel, seed: int) -> Source:
     scales down the end of a residual branch.
     """
     model = copy.deepcopy(model)  # on meta, but for buffers
-    constructed: dict[type[nn.Module], Source] = {}
+    constructed = functools.cache(functools.partial(_constructed, model, seed))
 
     def source(name: str) -> Array:
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
         with _real(module), _seeded(f"{seed}/{owner}"), torch.no_grad():
-            for outer in _and_around(owner):
+            for family, outer in _and_around(model, owner):
                 # semi-private: transformers/modeling_utils.py, transformers 5.23; each part of a multimodal model
                 # knows its own modules, and tensors on meta take no memory and draw no numbers
-                _family(model, outer)._init_weights(model.get_submodule(outer))
+                family._init_weights(outer)
             values: torch.Tensor = getattr(module, key).detach()
         if not values.is_meta and not values.isnan().any():
             return values
-        if (kind := type(module)) not in constructed:
-            constructed[kind] = _constructed(model, kind, seed)
-        return constructed[kind](name)
+        return constructed(type(module))(name)  # type: ignore[arg-type]  # mypy: a class has no hash
 
     return source
 
@@ -71,15 +70,16 @@ def _seeded(text: str) -> Iterator[None]:
         yield
 
 
-def _and_around(name: str) -> Iterator[str]:
-    """``name`` and the modules around it, up to the model, whose name is empty."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
+def _and_around(model: PreTrainedModel, name: str) -> list[tuple[PreTrainedModel, nn.Module]]:
+    """The module ``name`` and those around it up to ``model``, each with the innermost transformers model around it."""
+    found: list[tuple[PreTrainedModel, nn.Module]] = [(model, model)]
+    for part in filter(None, name.split(".")):
+        family, module = found[-1][0], found[-1][1].get_submodule(part)
+        found.append((module if isinstance(module, PreTrainedModel) else family, module))
+    return found[::-1]
 
 
-def _constructed(model: PreTrainedModel, kind: type[nn.Module], seed: int) -> Source:
+def _constructed(model: PreTrainedModel, seed: int, kind: type[nn.Module]) -> Source:
     """A source of values that only the constructor of ``kind`` writes, such as an activation's slopes."""
     with _seeded(f"{seed}/{kind.__name__}"):
         built = built_with(model, kind).state_dict()
@@ -96,13 +96,6 @@ def _constructed(model: PreTrainedModel, kind: type[nn.Module], seed: int) -> So
         return values
 
     return source
-
-
-def _family(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The innermost transformers model around the module ``name``."""
-    while not isinstance(found := model.get_submodule(name), PreTrainedModel):
-        name = name.rpartition(".")[0]
-    return found
 
 
 def state_dict_weights(tensors: Mapping[str, torch.Tensor]) -> Source:
@@ -124,6 +117,5 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
 def has_weights(model: str) -> bool:
     """Whether ``model`` has weights: a hub id does, a folder with weight files does, a config file does not."""
     path = Path(model_path(model))
-    if not os.path.exists(path):
-        return True
-    return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())
+    files = path.iterdir() if path.is_dir() else ()
+    return not os.path.exists(path) or any(".safetensors" in file.name or file.suffix == ".bin" for file in files)
