@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, did_you_mean
 from shardwright.files.folder import Folder
-from shardwright.layout.adapter_layouts import with_factors
-from shardwright.layout.int8_layouts import with_int8
+from shardwright.layout.adapter_layouts import with_factors, with_int8
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import ModelFacts
