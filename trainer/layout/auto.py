@@ -60,15 +60,13 @@ def auto_recipe(
     roles = Roles(model, experts)
     grid = _mesh(mesh, roles.count, devices)
     sizes = grid.sizes(devices) if devices else {axis: max(size, 1) for axis, size in grid.axes.items()}
-    batch = tuple(axis for axis in grid.axes if axis not in ("tensor", SEQUENCE))
-    split: dict[str, Placement] = {axis: Shard(0) for axis in batch}
-    split |= {SEQUENCE: Shard(1)} if SEQUENCE in grid.axes else {}
+    split = {axis: Shard(1 if axis == SEQUENCE else 0) for axis in grid.axes if axis != "tensor"}
     lines = shared_patterns(_layouts(model, roles, sizes))
     over = layers_list(model)
     return AutoRecipe(
         Recipe(
             mesh=grid,
-            batch=batch,
+            batch=tuple(axis for axis in split if axis != SEQUENCE),
             parameters={pattern: line.layout for pattern, line in lines.items()},
             activations={f"{over}.*": split} if over else {},
             compute=_compute(model, experts, grid),
@@ -107,31 +105,23 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
     if text is None:
         over = math.gcd(experts or 1, devices or _EXPERT_AXIS, _EXPERT_AXIS)
         return Mesh(fsdp=-1, expert=over) if over > 1 else Mesh(fsdp=-1)
-    axes: dict[str, int] = dict.fromkeys(_names(text), 1)
-    asked = replace(UNMADE, mesh=Mesh(dcn=None, **axes)).with_mesh(text)
-    if "expert" in asked.mesh.axes and asked.mesh.axes["expert"] != 1 and experts is None:
+    names = [part.partition("=")[0].strip() for part in text.split(",")]
+    if (unknown := next((name for name in names if name not in AXES), None)) is not None:
+        raise UserError(
+            asked=f"recipe {AUTO}: mesh {text!r}",
+            found=f"an axis {unknown!r}",
+            why="it has a use for the axes " + ", ".join(AXES),
+            instead=did_you_mean(unknown, AXES) + "fsdp=2,expert=4, say; or a recipe file with axes of your own",
+        )
+    axes = replace(UNMADE, mesh=Mesh(dcn=None, **dict.fromkeys(names, 1))).with_mesh(text).mesh.axes
+    if axes.get("expert", 1) != 1 and experts is None:
         raise UserError(
             asked=f"recipe {AUTO}: mesh {text!r}",
             found="a model without experts under transformers' interface to them",
             why="the axis expert is what experts are spread over",
             instead="fsdp in its place",
         )
-    sizes = {axis: asked.mesh.axes[axis] for axis in AXES if asked.mesh.axes.get(axis, 1) != 1}
-    return Mesh(dcn=None, **(sizes or {"fsdp": 1}))
-
-
-def _names(text: str) -> list[str]:
-    """The axes in ``text``, which must be known ones."""
-    names = [part.partition("=")[0].strip() for part in text.split(",")]
-    for name in names:
-        if name not in AXES:
-            raise UserError(
-                asked=f"recipe {AUTO}: mesh {text!r}",
-                found=f"an axis {name!r}",
-                why="it has a use for the axes " + ", ".join(AXES),
-                instead=did_you_mean(name, AXES) + "fsdp=2,expert=4, say; or a recipe file with axes of your own",
-            )
-    return names
+    return Mesh(dcn=None, **({axis: axes[axis] for axis in AXES if axes.get(axis, 1) != 1} or {"fsdp": 1}))
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:
@@ -187,7 +177,7 @@ def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line
         if axis in sizes and dim is not None:
             fit([axis], dim)
     others = [axis for axis in sizes if axis not in split and axis not in ("data", "tensor")]
-    order = role.order(cut="tensor" in split)
+    order = sorted(role.rest, key=lambda dim: "tensor" in split and dim == role.cut)
     if others and not (role.vector and "tensor" in sizes) and not any(fit(others, dim) for dim in order):
         for axis in others if len(others) > 1 else []:
             any(fit([axis], dim) for dim in order)  # the first that it divides

@@ -81,11 +81,7 @@ class Mesh:
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis (ICI × DCN), in order, with -1 resolved.
-
-        Raises:
-            UserError: the mesh does not fit ``devices``.
-        """
+        """Devices along each axis (ICI × DCN), in order, with -1 resolved; raises as :meth:`ici_sizes`."""
         return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
 
     def _that_fits(self, devices: int) -> Mesh:

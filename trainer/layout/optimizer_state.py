@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.layout.partition import shards_of
-from shardwright.layout.placement import Placement, Shard
+from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout
 from shardwright.layout.stacking import is_stacked
 from shardwright.optimizers import OPTIMIZERS
@@ -44,17 +43,14 @@ def optimizer_of(optim: str, name: str, shape: Sequence[int]) -> type[Optimizer]
 
 
 def state_tensors(
-    optim: str, name: str, shape: Sequence[int], layout: Mapping[str, Placement], local_shape: Sequence[int]
+    optim: str, name: str, shape: Sequence[int], layout: Mapping[str, Shard], local_shape: Sequence[int]
 ) -> tuple[StateTensor, ...]:
     """The state of ``--optim`` for the parameter ``name``, in the order in which its entry takes it."""
     found = []
-    kept_of = optimizer_of(optim, name, shape).state(_in_a_layer(name, shape))
-    for kept, lacks in kept_of.items():
-        dim = len(shape) - lacks if lacks else len(shape)  # the rank is no dimension: then none is left out
-        axes = {
-            axis: Shard(shard.dim - (shard.dim > dim)) for axis, shard in shards_of(layout).items() if shard.dim != dim
-        }
-        whole, local = (tuple(size for at, size in enumerate(sizes) if at != dim) for sizes in (shape, local_shape))
+    for kept, lacks in optimizer_of(optim, name, shape).state(_in_a_layer(name, shape)).items():
+        dim = len(shape) - lacks  # where none is lacking the rank, which is no dimension
+        axes = {axis: Shard(shard.dim - (shard.dim > dim)) for axis, shard in layout.items() if shard.dim != dim}
+        whole, local = ((*sizes[:dim], *sizes[dim + 1 :]) for sizes in (shape, local_shape))
         found.append(StateTensor(kept, whole, axes, local))
     return tuple(found)
 

@@ -20,6 +20,7 @@ _CHOICES = {
     "remat": ("none", "full", "save_matmuls", "offload", "auto"),  # or a share
     "reduce_gradients": ("step", "micro_batch"),
 }
+_TABLES = ("parameters", "optional", "activations")  # of a recipe
 _NOW = {"portable": "shardwright"}  # values of older recipes
 
 
@@ -34,8 +35,7 @@ class Compute:
     """How the step computes, apart from layout.
 
     Args:
-        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere. The stored dtypes of weights and
-            optimizer state are options of the run, not of the recipe.
+        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere. Storage is the run's, not the recipe's.
         experts: ``dropless`` (exact; each expert computes its own tokens), ``capacity`` (GShard: an expert drops the
             tokens beyond its capacity), ``dense`` (exact; every expert computes every token), or None: no experts.
         capacity_factor: an expert's slots for tokens, over those of a perfectly balanced load; for ``capacity`` alone.
@@ -79,19 +79,19 @@ class Compute:
                     + f"one of {', '.join(map(repr, choices))}"
                     + (", or a share from 0 to 1" if name == "remat" else ""),
                 )
-        number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
-        if not number or not 0 < self.capacity_factor < 2**31:
+        factor = self.capacity_factor
+        if not isinstance(factor, int | float) or factor is True or not 0 < factor < 2**31:
             raise UserError(
-                asked=f"Compute(capacity_factor={self.capacity_factor!r})",
+                asked=f"Compute(capacity_factor={factor!r})",
                 found="not a positive number",
                 why="it multiplies the slots each expert has for tokens",
                 instead="capacity_factor=1.25; the number of experts / experts per token drops nothing",
             )
         for name in ("router_loss", "scan"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(value := getattr(self, name), bool):
                 raise UserError(
-                    asked=f"Compute({name}={getattr(self, name)!r})",
-                    found=f"a {type(getattr(self, name)).__name__}",
+                    asked=f"Compute({name}={value!r})",
+                    found=f"a {type(value).__name__}",
                     why="it is either on or off",
                     instead=f"{name}=True or {name}=False",
                 )
@@ -136,7 +136,7 @@ class Recipe:
                 why="an axis splits the rows once",
                 instead=f"batch={tuple(dict.fromkeys(self.batch))}",
             )
-        for table in ("parameters", "optional", "activations"):
+        for table in _TABLES:
             _check_kind(table, getattr(self, table), Mapping, f"{table}={{pattern: layout, ...}}")
             for pattern, layout in getattr(self, table).items():
                 _check_layout(f"{table} line {pattern!r}", pattern, layout, self.mesh)
@@ -184,14 +184,14 @@ class Recipe:
 
         It also splits the activations that batch axes split, and the weights that the first of these splits.
         """
-        mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         first = self.batch[0] if self.batch else SEQUENCE
 
         def cut(lines: Mapping[str, Layout]) -> dict[str, Layout]:
             return {k: {**line, SEQUENCE: line[first]} if first in line else line for k, line in lines.items()}
 
-        activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
         parameters, optional = cut(self.parameters), cut(self.optional)
+        activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
+        mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         return replace(self, mesh=mesh, parameters=parameters, optional=optional, activations=activations)
 
     def with_compute(self, text: str) -> Recipe:
@@ -220,26 +220,15 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as values for JSON, under its own names."""
-        tables = {
-            table: {pattern: layout_text(layout) for pattern, layout in getattr(self, table).items()}
-            for table in ("parameters", "optional", "activations")
-        }
-        return {
-            "name": self.name,
-            "mesh": {"axes": self.mesh.axes, "dcn": self.mesh.dcn},
-            "batch": list(self.batch),
-            **tables,
-            "compute": vars(self.compute),
-            "model": None if self.model is None else dict(self.model),
-        }
+        values: dict[str, Any] = {"name": self.name, "mesh": vars(self.mesh), "batch": list(self.batch)}
+        for table in _TABLES:
+            values[table] = {pattern: layout_text(layout) for pattern, layout in getattr(self, table).items()}
+        return {**values, "compute": vars(self.compute), "model": None if self.model is None else dict(self.model)}
 
 
 def layout_text(layout: Layout) -> dict[str, str]:
     """A layout as text: ``{"fsdp": Shard(0)}`` becomes ``{"fsdp": "Shard(0)"}``."""
-    return {
-        axis: f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
-        for axis, placement in layout.items()
-    }
+    return {axis: f"Shard({p.dim})" if isinstance(p, Shard) else "Replicate()" for axis, p in layout.items()}
 
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
