@@ -145,17 +145,15 @@ def _layouts(model: PreTrainedModel, roles: Roles, sizes: Mapping[str, int]) -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = roles.of(canonical[id(parameter)], parameter)  # a tied one has one layout under all its names
         kinds.setdefault(collapse(name), []).append((role, parameter.shape))
-    return {kind: _line(*_common(members), sizes) for kind, members in kinds.items()}
-
-
-def _common(members: Sequence[tuple[Role, torch.Size]]) -> tuple[Role, tuple[int, ...]]:
-    """A role and a shape for all ``members``; divisors of the shape divide each of theirs."""
-    roles, shapes = {role for role, _ in members}, {tuple(shape) for _, shape in members}
-    if len({len(shape) for shape in shapes}) > 1:
-        return Role(note="layers differ in it"), ()
-    # the role that cuts least suits the others too
-    role = min(roles, key=lambda role: (role.cut is not None, len(role.rest), role.note))
-    return role, tuple(math.gcd(*sizes) for sizes in zip(*shapes, strict=True))
+    lines = {}
+    for kind, members in kinds.items():
+        # the role that cuts least suits the others too; divisors of all shapes divide each
+        role = min((role for role, _ in members), key=lambda role: (role.cut is not None, len(role.rest), role.note))
+        shapes = {tuple(shape) for _, shape in members}
+        alike = len({len(shape) for shape in shapes}) == 1
+        shape = tuple(math.gcd(*lengths) for lengths in zip(*shapes, strict=True)) if alike else ()
+        lines[kind] = _line(role if alike else Role(note="layers differ in it"), shape, sizes)
+    return lines
 
 
 def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line:

@@ -18,7 +18,7 @@ from shardwright.layout.optimizer_state import StateTensor, state_tensors
 from shardwright.layout.partition import PartitionSpec, partition_spec, shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, layout_text
-from shardwright.layout.stacking import layer_names, numbers_of, stack_name
+from shardwright.layout.stacking import layer_names, numbers_of
 
 
 @dataclass(frozen=True)
@@ -138,22 +138,12 @@ class ShardingPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Mesh, each parameter's layout and share, and totals in bytes per device, as values for JSON."""
-        return {
-            "mesh": self.mesh,
-            "parameters": [
-                {
-                    "name": parameter.name,
-                    "pattern": parameter.pattern,
-                    "shape": list(parameter.shape),
-                    "layout": layout_text(parameter.layout),
-                    "local_shape": list(parameter.local_shape),
-                    "bytes_per_device": parameter.bytes_per_device,
-                    **({} if parameter.trained else {"trained": False}),
-                }
-                for parameter in self.parameters
-            ],
-            "totals": self.totals,
-        }
+        shown = ("name", "pattern", "shape", "layout", "local_shape", "bytes_per_device")
+        parameters = []
+        for parameter in self.parameters:
+            values = {name: getattr(parameter, name) for name in shown} | {"layout": layout_text(parameter.layout)}
+            parameters.append(values if parameter.trained else values | {"trained": False})
+        return {"mesh": self.mesh, "parameters": parameters, "totals": self.totals}
 
     def stacked(self, prefix: str, slices: Sequence[str], depth: int) -> ShardingPlan:
         """The plan with layers of the list ``prefix`` stacked: ``PREFIX.0.REST``, … are one tensor.
@@ -181,14 +171,14 @@ class ShardingPlan:
         # the parameters of stacked layers: each stack in the place of its first layer's, and None for the others
         changed: dict[str, ParameterPlan | None] = {}
         for which in slices:
-            numbers = numbers_of(stack_name(prefix, which, "")) or range(depth)
+            numbers = numbers_of(f"{prefix}.{which}.") or range(depth)
             inside = {f"{prefix}.{number}": layers[f"{prefix}.{number}"] for number in numbers}
             tied = [name for pair in self.aliases.items() for name in pair if split(name)[0] in inside]
             _check_alike(prefix, inside, tied)
             changed |= dict.fromkeys(entry.name for layer in inside.values() for entry in layer.values())
             for rest, entry in inside[f"{prefix}.{numbers[0]}"].items():
                 layout = {axis: Shard(shard.dim + 1) for axis, shard in entry.layout.items()}
-                shape, name = (len(inside), *entry.shape), stack_name(prefix, which, rest)
+                shape, name = (len(inside), *entry.shape), f"{prefix}.{which}.{rest}"
                 changed[entry.name] = replace(entry, name=name, shape=shape, layout=layout)
         entries = (changed.get(entry.name, entry) for entry in self.parameters)
         return replace(self, parameters=tuple(entry for entry in entries if entry is not None))

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from shardwright.errors import UserError, in_short
 from shardwright.model.facts import ModelFacts, once
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole
-from shardwright.models.attention.attention_interface import (
-    MASKED,
-    NAME,
-    Unsupported,
-    bind,
-    choose,
-    masks_without_reads,
-)
+from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.pieces import from_pieces, to_pieces
 from shardwright.models.experts import experts_interface as experts
@@ -37,11 +30,12 @@ _TOKENS = 6  # tokens of each of the two documents
 _HEAD = 16  # the narrowest head of the small model
 _VOCABULARY = 64
 _WIDTH = re.compile(r"(size|dim|rank|width|d_model|d_ff|d_kv|n_embd|n_inner)$")
-_MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
+MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
 _REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")  # how far back a token sees
 _NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 
 
+@once
 def our_attention(facts: ModelFacts, length: int) -> str:
     """The one of our attentions under which the model runs at ``length`` tokens, tried on meta, without values.
 
@@ -51,18 +45,13 @@ def our_attention(facts: ModelFacts, length: int) -> str:
         Unsupported: the model asks attention for something that neither supports.
         UserError: neither runs, for another reason: the model looks at values.
     """
-    return _our_attention(facts, min(length, _MOST))
-
-
-@once
-def _our_attention(facts: ModelFacts, length: int) -> str:
     model = facts.model
-    first = _runs_on_meta(model, NAME, length)
+    first = _runs_on_meta(model, attention.NAME, length)
     if first is None:
-        return NAME
-    if _runs_on_meta(model, MASKED, length) is None:
-        return MASKED
-    if isinstance(first, Unsupported):
+        return attention.NAME
+    if _runs_on_meta(model, attention.MASKED, length) is None:
+        return attention.MASKED
+    if isinstance(first, attention.Unsupported):
         raise first
     raise UserError(
         asked=f"a model of type {model.config.model_type!r}",
@@ -72,14 +61,14 @@ def _our_attention(facts: ModelFacts, length: int) -> str:
     ) from first
 
 
-def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Exception | None:
+def _runs_on_meta(model: PreTrainedModel, name: str, length: int) -> Exception | None:
     model = copy.deepcopy(model).eval()
     torch.nn.Module.to(model, "meta")
-    choose(model, attention)
+    attention.choose(model, name)
     if experts_modules(model):
         experts.choose(model, "dense")  # the only one whose shapes depend on no value and no device
     try:
-        with torch.no_grad(), masks_without_reads():
+        with torch.no_grad(), attention.masks_without_reads():
             model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=False)
     except Exception as error:  # a family's code may raise anything when it looks at values
         return error
@@ -87,9 +76,9 @@ def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Except
 
 
 @once
-def leak(facts: ModelFacts, attention: str = NAME) -> str | None:
+def leak(facts: ModelFacts, name: str = attention.NAME) -> str | None:
     """The evidence that the model does not isolate documents, or why it can't be tried; None: it isolates them."""
-    found = _difference(facts.config, attention, _alone_and_behind)
+    found = _difference(facts.config, name, _alone_and_behind)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
@@ -101,16 +90,16 @@ def mixes_in_order(facts: ModelFacts) -> str | None:
 
     None: it does not matter, as in a model that mixes tokens only by our attention.
     """
-    found = _difference(facts.config, NAME, _in_order_and_in_pieces)
+    found = _difference(facts.config, attention.NAME, _in_order_and_in_pieces)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, its logits differ by {found:.1e} where a row's halves lie apart" if found > _NOISE else None
 
 
 @once
-def looks_ahead(facts: ModelFacts, attention: str) -> bool:
+def looks_ahead(facts: ModelFacts, name: str) -> bool:
     """Whether a token's logits were seen to depend on later tokens; False if the model can't be tried."""
-    found = _difference(facts.config, attention, _before_two_ends)
+    found = _difference(facts.config, name, _before_two_ends)
     return not isinstance(found, str) and found > _NOISE
 
 
@@ -128,7 +117,7 @@ def text_part_differs(facts: ModelFacts) -> str | None:
 
 def _difference(
     config: PretrainedConfig,
-    attention: str,
+    name: str,
     run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]],
     build: Callable[[PretrainedConfig], PreTrainedModel] = meta_model,
 ) -> float | str:
@@ -140,8 +129,8 @@ def _difference(
     torch.set_num_threads(1)  # for matrices this small more threads would wait longer than they work
     try:
         model = _small_model(config, build)
-        choose(model, attention)
-        with torch.no_grad(), masks_without_reads():
+        attention.choose(model, name)
+        with torch.no_grad(), attention.masks_without_reads():
             first, second = run(model)
     except Exception as error:  # a family's code raises anything at sizes or arguments that it does not know
         return in_short(error)
@@ -152,9 +141,7 @@ def _difference(
 
 def _before_two_ends(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of a row's tokens but the last, with two different last tokens."""
-    # ids to which no family gives a special meaning, such as padding
-    row = torch.randint(2, _VOCABULARY - 2, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    rows = row.repeat(2, 1)
+    rows = _row(_TOKENS).repeat(2, 1)
     rows[1, -1] += 1
     first, second = model(input_ids=rows, use_cache=False).logits[:, :-1]
     return first, second
@@ -174,10 +161,10 @@ def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
 
 def _in_order_and_in_pieces(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of a row's tokens in their own order, and in the order of two devices' pieces."""
-    row = torch.randint(2, _VOCABULARY - 2, (1, 2 * _TOKENS), generator=torch.Generator().manual_seed(0))
+    row = _row(2 * _TOKENS)
     positions, segments = torch.arange(row.shape[1]), torch.ones_like(row[0])
     whole = _logits(model, row, positions, segments)
-    bind(model, KernelLayout((("sequence", 2),), sequence_axis="sequence"))
+    attention.bind(model, KernelLayout((("sequence", 2),), sequence_axis="sequence"))
     cut = _logits(model, to_pieces(row, 2, 1), to_pieces(positions, 2, 0), segments)
     return whole, from_pieces(cut, 2, 1)
 
@@ -189,15 +176,19 @@ def _alone_and_in_the_whole(whole: PreTrainedModel) -> tuple[torch.Tensor, torch
         owner, _, key = name.rpartition(".")
         if key in part.get_submodule(owner)._parameters:
             setattr(part.get_submodule(owner), key, whole.get_parameter(full))
-    row = torch.randint(2, _VOCABULARY - 2, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    first, second = (m(input_ids=row, use_cache=False).logits for m in (whole, part.double().eval()))
+    first, second = (m(input_ids=_row(_TOKENS), use_cache=False).logits for m in (whole, part.double().eval()))
     return first, second
+
+
+def _row(tokens: int) -> torch.Tensor:
+    """A row [1, S] of ids to which no family gives a special meaning, such as padding."""
+    return torch.randint(2, _VOCABULARY - 2, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
     """Logits of rows [R, S]; all have the same positions and segments [S]."""
     documents: dict[str, Any] = {"position_ids": positions.expand(ids.shape), "segment_ids": segments.expand(ids.shape)}
-    with masks_without_reads(documents["segment_ids"]):
+    with attention.masks_without_reads(documents["segment_ids"]):
         return model(input_ids=ids, use_cache=False, **documents).logits
 
 
@@ -240,20 +231,11 @@ def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 def _factor(config: PretrainedConfig) -> int:
     """The divisor of all widths: the largest power of two that leaves every head at least 16 wide."""
     text = config.get_text_config()
-    heads = [value for key, value in _numbers(text.to_dict()) if key.endswith("head_dim")]
+    heads = [int(size) for size in re.findall(r'head_dim": (\d+)', json.dumps(text.to_dict(), default=str))]
     if not heads and hasattr(text, "num_attention_heads"):
         heads.append(text.hidden_size // text.num_attention_heads)
     powers = [2**n for n in range(10) if math.gcd(*heads) % 2**n == 0 and min(heads, default=0) >= _HEAD * 2**n]
     return max(powers, default=1)
-
-
-def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """(key, number) of each integer in a config."""
-    if isinstance(values, dict):
-        for name, value in values.items():
-            yield from _numbers(value, name)
-    elif isinstance(values, int) and not isinstance(values, bool):
-        yield key, values
 
 
 def _narrower(value: Any, factor: int, key: str = "") -> Any:

@@ -102,11 +102,6 @@ class ModelFacts:
                 found.append(limit)
         return min(found, default=None)
 
-    @functools.cached_property
-    def says_causal(self) -> bool:
-        """Whether an attention of the model has ``is_causal=True``."""
-        return any(getattr(module, "is_causal", None) is True for module in self.model.modules())
-
     @once
     def adapted(self, lora: Lora | None) -> PreTrainedModel:
         """The model with the factors of ``lora`` and all else frozen; None: the model itself."""

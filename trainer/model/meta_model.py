@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -59,8 +57,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             "mixtral_ep",
         )
     if model is not None:
-        model = model_path(model)
-        path = Path(model)
+        path = Path(model := model_path(model))
         looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
         # os.path.isfile, since a Path's would raise for a name that is too long
         config_file = path / "config.json" if os.path.isdir(path) else path
@@ -112,22 +109,6 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_WIDE:,} is the widest")
 
 
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Within the ``with``, building more modules than any model has raises ValueError; nothing else would end it."""
-    made = itertools.count(1)
-
-    def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if next(made) > MOST_MODULES:
-            raise ValueError(f"a model of more than {MOST_MODULES:,} modules")
-
-    handle = nn.modules.module.register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 class _Unallocated(TorchFunctionMode):
     """While active, the tensors that become parameters on meta take no memory, and no time to be drawn.
 
@@ -150,7 +131,7 @@ class _Unallocated(TorchFunctionMode):
 
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether the model of ``config`` has a text part beside others, such as a vision tower."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -166,7 +147,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     if is_multimodal(config):
         return _text_part(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
             found="a model without a causal-LM head",
@@ -195,32 +176,23 @@ def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, s
 
     The outermost model of transformers in ``part`` whose class occurs just once in ``whole`` is taken for the same.
     """
-    state, found = whole.state_dict(), None
+    mine, theirs = part.state_dict(), whole.state_dict()
     models = [(name, module) for name, module in part.named_modules() if isinstance(module, PreTrainedModel)]
     for prefix, module in models:  # the outermost first
         places = [name for name, other in whole.named_modules() if type(other) is type(module)]
-        if len(places) == 1 and found is None:
-            found = {name: _moved(name, prefix, places[0]) for name in part.state_dict()}
-    if found is None or any(
-        full not in state or state[full].shape != tensor.shape
-        for full, tensor in zip(found.values(), part.state_dict().values(), strict=True)
-    ):
-        return None
-    return found
-
-
-def _moved(name: str, prefix: str, place: str) -> str:
-    """``name`` with its module ``prefix`` replaced by ``place``; unchanged if outside of ``prefix``."""
-    if prefix and not name.startswith(f"{prefix}."):
-        return name
-    return f"{place}.{name.removeprefix(f'{prefix}.') if prefix else name}".removeprefix(".")
+        if len(places) == 1:
+            inside, place = (f"{name}." if name else "" for name in (prefix, places[0]))
+            found = {name: place + name.removeprefix(inside) if name.startswith(inside) else name for name in mine}
+            fits = all(full in theirs and theirs[full].shape == mine[name].shape for name, full in found.items())
+            return found if fits else None
+    return None
 
 
 def _text_part(config: PretrainedConfig) -> PreTrainedModel:
     whole, text = whole_model(config), copy.deepcopy(config.get_text_config())
     text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
     for known in (text, config):  # a few families' class of the text alone takes the whole config
-        if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(known) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             try:
                 part = _on_meta(AutoModelForCausalLM.from_config, known)
             except UserError:  # some of these classes can't be built from the config that maps to them
@@ -269,12 +241,18 @@ def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel
     return _on_meta(type(model)._from_config, model.config, kind)  # semi-private: modeling_utils.py, transformers 5.23
 
 
-@contextlib.contextmanager
-def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
-    """Within the ``with``, modules move each new parameter to meta, except modules of class ``real``.
+def _on_meta(
+    build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
+) -> PreTrainedModel:
+    """``build(config)``, a ``from_config`` of transformers, on meta; modules of class ``real`` have values.
 
     Unlike under ``torch.device("meta")``, buffers keep their values: RoPE's frequencies are in no checkpoint.
     """
+    made = itertools.count(1)
+
+    def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if next(made) > MOST_MODULES:  # nothing else would end it
+            raise ValueError(f"a model of more than {MOST_MODULES:,} modules")
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         # an adapted class of ours is a subclass of transformers', with other methods
@@ -282,20 +260,14 @@ def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    # torch types the hook as returning nothing, yet uses its result
-    handle = nn.modules.module.register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    hooks = nn.modules.module
     try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _on_meta(
-    build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
-) -> PreTrainedModel:
-    """``build(config)``, a ``from_config`` of transformers, on meta; modules of class ``real`` have values."""
-    try:
-        with _parameters_on_meta(real), _bounded(), _Unallocated():
+        with (
+            hooks.register_module_module_registration_hook(count),
+            # torch types the hook as returning nothing, yet uses its result
+            hooks.register_module_parameter_registration_hook(move),  # type: ignore[arg-type]
+            _Unallocated(),
+        ):
             # a copy: choosing a model's kernels writes into its config
             model = build(copy.deepcopy(config), dtype=torch.float32)
         expert_families.adapt(model)
