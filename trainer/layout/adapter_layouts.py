@@ -17,11 +17,9 @@ from shardwright.models.adapters.lora import A, base_of
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:
-    """The plan of a model with factors, which are trained while everything else is frozen, from the ``plan`` without.
+    """The plan of the model ``adapted`` (on meta), whose factors of ``dtype`` are trained and all else is frozen.
 
-    Args:
-        adapted: the model with factors, on meta.
-        dtype: of the factors.
+    ``plan`` is that of the model without factors.
     """
     entries: list[ParameterPlan] = []
     for name, parameter in adapted.named_parameters():

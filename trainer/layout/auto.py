@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,8 +55,7 @@ def auto_recipe(
             ``expert`` if there are any, all else over ``fsdp``.
         devices: their number, so that only divisible dimensions are cut. None: all are taken to be divisible.
 
-    Raises:
-        UserError: an unknown axis, sizes that don't fit the devices, or an axis for experts where there are none.
+    Raises UserError for an unknown axis, sizes that don't fit the devices, or an axis for experts where there are none.
     """
     roles = Roles(model, experts)
     grid = _mesh(mesh, roles.count, devices)
@@ -82,17 +82,12 @@ def layers_list(model: PreTrainedModel) -> str | None:
     decoder = model.get_decoder()
     if model.get_input_embeddings() not in decoder.modules():  # some call their output layer the decoder
         decoder = model
-    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
-    lists = {
-        ".".join(filter(None, (prefix, name))): sum(p.numel() for p in module.parameters())
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList)
-    }
-    return max(lists, key=lambda name: lists[name], default=None)
+    inside = set(decoder.modules())
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and m in inside}
+    return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """A line's layout and comments; parameters of equal lines may share one."""
 
     layout: dict[str, Placement]
@@ -179,8 +174,6 @@ def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line
     if others and not (role.vector and "tensor" in sizes) and not any(fit(others, dim) for dim in order):
         for axis in others if len(others) > 1 else []:
             any(fit([axis], dim) for dim in order)  # the first that it divides
-    undivided = []
-    for length, tried in missed.items():
-        axes = dict.fromkeys([each for each in tried if "×" not in each] or tried)
-        undivided.append(f"{length} is not divisible by {' or '.join(axes)}")
-    return _Line(split, role.note, "; ".join(undivided))
+    alone = {length: [axes for axes in tried if "×" not in axes] or tried for length, tried in missed.items()}
+    texts = (f"{length} is not divisible by {' or '.join(dict.fromkeys(axes))}" for length, axes in alone.items())
+    return _Line(split, role.note, "; ".join(texts))

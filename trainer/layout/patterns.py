@@ -14,11 +14,7 @@ _SHORTEST = 3  # letters that two words must share for the rest of them to becom
 
 
 def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
-    """Merges keys of equal lines into one pattern where it matches no other name.
-
-    Args:
-        lines: name, with ``*`` for each number → its line.
-    """
+    """Merges names (with ``*`` for each number) of equal ``lines`` into one pattern where it matches no other name."""
     names = {name: name.replace("*", "0") for name in lines}  # an example of each, for patterns to match or not
     found = {}
     for name in lines:

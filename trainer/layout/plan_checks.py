@@ -33,11 +33,7 @@ def _listing(notes: Mapping[str, str]) -> str:
 
 
 def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Parameter name → the pattern of the one line that it matches.
-
-    Raises:
-        UserError: a parameter that no line matches, or two; a line that is not optional and matches nothing.
-    """
+    """Parameter name → the pattern of the one line that it matches; each line but an optional one must match some."""
     patterns = [*recipe.parameters, *recipe.optional]
     hits = {name: [pattern for pattern in patterns if matches(pattern, name)] for name in names}
     used = {pattern for found in hits.values() for pattern in found}

@@ -48,14 +48,9 @@ _WHOLE = Role()
 
 
 class Roles:
-    """The roles of a model's parameters, from names, shapes and transformers' own parallel plans.
+    """The roles of a model's parameters (also on meta), from names, shapes and transformers' own parallel plans.
 
-    Args:
-        model: also one on meta.
-        experts: names of its modules that hold experts.
-
-    Attributes:
-        count: experts in such a module; None without any.
+    ``experts`` are the names of its modules that hold experts, ``count`` how many are in such a module, None without.
     """
 
     def __init__(self, model: PreTrainedModel, experts: Sequence[str]) -> None:
@@ -90,11 +85,10 @@ class Roles:
             return _WHOLE
         if module in self.tokens or isinstance(module, nn.Embedding):
             return Role(cut=0, rest=(0, 1))
-        cut = self._cut(module_name, style) if linear else _literal(style, len(shape))
+        cut = self._cut(module_name) if linear and style is None else _literal(style, len(shape))
         # a pair's weights are gathered along the dimension between the two; others along the largest
-        return Role(
-            cut=cut, rest=tuple(sorted(range(len(shape)), key=lambda dim: (linear and dim != cut, -shape[dim])))
-        )
+        rest = sorted(range(len(shape)), key=lambda dim: (linear and dim != cut, -shape[dim]))
+        return Role(cut=cut, rest=tuple(rest))
 
     def _of_experts(self, name: str, shape: tuple[int, ...]) -> Role:
         """The role of a weight or bias ``[experts, …]`` of all experts."""
@@ -129,11 +123,9 @@ class Roles:
         style = self.tensor_plan.get(kind, self.tensor_plan.get(kind.rpartition(".")[0]))
         return None if style in _GATHERED else style
 
-    def _cut(self, name: str, style: str | None) -> int | None:
+    def _cut(self, name: str) -> int | None:
         """The dimension of a linear module's weight that a pair cuts; None: it belongs to no pair."""
         module, width = self.modules[name], self._width_at(name)
-        if style is not None:
-            return _literal(style, 2)
         by_outputs, by_inputs = _output_dim(module), 1 - _output_dim(module)
         beside = [m for m in self.modules[name.rpartition(".")[0]].children() if isinstance(m, _LINEAR)]
         read, written = _ends(module)

@@ -41,9 +41,7 @@ def our_attention(facts: ModelFacts, length: int) -> str:
 
     ``NAME`` comes first, as the masks of ``MASKED`` are as large as the sequence's square.
 
-    Raises:
-        Unsupported: the model asks attention for something that neither supports.
-        UserError: neither runs, for another reason: the model looks at values.
+    Raises Unsupported if the model asks attention for something that neither supports, UserError if it looks at values.
     """
     model = facts.model
     first = _runs_on_meta(model, attention.NAME, length)
@@ -86,10 +84,7 @@ def leak(facts: ModelFacts, name: str = attention.NAME) -> str | None:
 
 @once
 def mixes_in_order(facts: ModelFacts) -> str | None:
-    """The evidence that the order of a row's tokens matters beyond ``position_ids``, or why it can't be tried.
-
-    None: it does not matter, as in a model that mixes tokens only by our attention.
-    """
+    """The evidence that a row's order of tokens matters beyond ``position_ids``, or why it can't be tried, or None."""
     found = _difference(facts.config, attention.NAME, _in_order_and_in_pieces)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
@@ -105,10 +100,7 @@ def looks_ahead(facts: ModelFacts, name: str) -> bool:
 
 @once
 def text_part_differs(facts: ModelFacts) -> str | None:
-    """The evidence that a multimodal model's text part differs from the whole model on text, or why it can't be tried.
-
-    None: they are the same.
-    """
+    """The evidence that a multimodal model's text part differs from the whole, or why it can't be tried; or None."""
     found = _difference(facts.config, "eager", _alone_and_in_the_whole, text_in_whole)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
@@ -194,11 +186,11 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
 
 def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
     """The model on the CPU in float64, all widths divided by the same number, so that they still fit together."""
-    values = json.loads(json.dumps(config.to_dict(), default=str))
-    config = AutoConfig.for_model(**values)
+    written = json.loads(json.dumps(config.to_dict(), default=str))
+    config = AutoConfig.for_model(**written)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
-    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in values.items()}
+    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in written.items()}
     config = AutoConfig.for_model(**narrow)
     model = build(config)
     if experts_modules(model):
@@ -207,10 +199,12 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
     generator, drawn = torch.Generator().manual_seed(0), {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.shape not in drawn:
-                shared = _random(parameter.shape[-2:], generator).double().expand(parameter.shape)
-                drawn[parameter.shape] = torch.nn.Parameter(shared, requires_grad=False)
-            setattr(module, name, drawn[parameter.shape])
+            if (shape := parameter.shape) not in drawn:
+                values = torch.randn(shape[-2:], generator=generator)
+                # activations keep their size: matrices are scaled by fan-in, vectors about 1
+                values = values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + values / 10
+                drawn[shape] = torch.nn.Parameter(values.double().expand(shape), requires_grad=False)
+            setattr(module, name, drawn[shape])
     for module in map(model.get_submodule, experts_modules(model)):
         if all(parameter.dim() > 2 for parameter in module.parameters()):
             module.register_forward_pre_hook(_all_to_one)
@@ -220,12 +214,6 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
 def _all_to_one(experts: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A module's arguments with all tokens routed to the first expert: all are alike, and one product does for all."""
     return tuple(a if torch.is_floating_point(a) else torch.zeros_like(a) for a in args)
-
-
-def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Random values that keep activations at their size: matrices scaled by fan-in, vectors about 1."""
-    drawn = torch.randn(shape, generator=generator)
-    return drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 10
 
 
 def _factor(config: PretrainedConfig) -> int:

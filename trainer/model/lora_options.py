@@ -52,13 +52,9 @@ _PLAIN_AT_THE_START: dict[str, tuple[Any, ...]] = {
 
 
 def lora_of(args: TrainingArguments, model: PreTrainedModel) -> Lora | None:
-    """The adapter that the run trains; None: it trains all weights.
+    """The adapter that the run trains beside ``model``, transformers' own on meta; None: it trains all weights.
 
-    Args:
-        model: transformers' own, on meta.
-
-    Raises:
-        UserError: the model lacks a target, or the adapter in the folder can't be continued.
+    Raises UserError if the model lacks a target, or the adapter in the folder can't be continued.
     """
     if args.adapter is not None:
         return read_config(Folder(args.adapter), model)
@@ -165,12 +161,10 @@ def _check_untied(targets: Iterable[str], model: nn.Module) -> None:
 
 
 def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """The content of the adapter's `adapter_config.json` for PEFT.
+    """The content of the adapter's `adapter_config.json`, for PEFT to load onto ``model``.
 
-    Args:
-        model: the model that PEFT will load it onto.
-        base: hub id or folder of that model's weights.
-        names: the adapted model's names → those of ``model``; absent names are the same in both.
+    ``base`` is the hub id or folder of that model's weights, ``names`` the adapted model's names → those of ``model``,
+    where they differ.
     """
     experts = experts_modules(model)
     full = [names.get(name, name) for name in lora.targets]
@@ -205,11 +199,7 @@ def _short(chosen: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
-    """The adapter that ``folder`` describes, for ``model``.
-
-    Raises:
-        UserError: there is none, it is no plain LoRA, or ``model`` lacks its targets.
-    """
+    """The adapter in ``folder``, or UserError: there is none, it is no plain LoRA, or ``model`` lacks its targets."""
     asked = f"the adapter in {folder}"
     try:
         if folder.size(CONFIG) > _LARGEST:
@@ -232,8 +222,7 @@ def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
 def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     """The options of a new adapter like PEFT's ``LoraConfig`` with the fields ``values``.
 
-    Raises:
-        UserError: it is no plain LoRA of weights of ``model``; names the field.
+    Raises UserError, which names the field, if it is no plain LoRA of weights of ``model``.
     """
     asked = "peft_config=LoraConfig(…)"
     try:

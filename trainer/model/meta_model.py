@@ -45,8 +45,7 @@ def model_path(model: str) -> str:
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     """The config of ``model``: a folder with a ``config.json``, such a file, or a hub id; None: the recipe's.
 
-    Raises:
-        UserError: nothing is there, the config is unreadable, or it is None and the recipe has no default model.
+    Raises UserError if nothing is there, the config is unreadable, or the recipe has no default model.
     """
     if model is None and recipe.model is None:
         raise UserError(
@@ -86,10 +85,9 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
 
 
 def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of these values, ``model_type`` among them.
+    """The config of these values, ``model_type`` among them; raises ValueError for absurd sizes, as `_check_sizes` has.
 
-    Raises:
-        ValueError: absurdly many layers, or wide ones. Other errors, of many types: transformers refuses a value.
+    transformers raises errors of many types where it refuses a value.
     """
     _check_sizes(values)
     return AutoConfig.for_model(**values)
@@ -142,8 +140,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
     Weights are float32 whatever the config's dtype: training keeps them so, also under bfloat16 compute.
 
-    Raises:
-        UserError: the config has no causal-LM head, or transformers cannot build the model from it.
+    Raises UserError if the config has no causal-LM head, or transformers cannot build the model from it.
     """
     if is_multimodal(config):
         return _text_part(config)
@@ -205,8 +202,13 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
 def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model of a multimodal ``config`` on meta, without the parameters that text never meets."""
     whole = whole_model(config)
-    kept = {id(module) for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
-    _empty(whole, kept)
+    kept = {module for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
+    for module in [module for module in whole.modules() if module not in kept]:
+        for name in list(module._parameters):
+            module.register_parameter(name, None)
+        for name, child in list(module.named_children()):
+            if kept.isdisjoint(child.modules()):
+                setattr(module, name, nn.Identity())
     return whole
 
 
@@ -221,19 +223,6 @@ def _head(whole: PreTrainedModel) -> nn.Module:
             instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
         )
     return head
-
-
-def _empty(module: nn.Module, kept: set[int]) -> None:
-    """Remove the submodules and parameters of ``module`` that are not ``kept``."""
-    for name in list(module._parameters):
-        module.register_parameter(name, None)
-    for name, child in list(module.named_children()):
-        if id(child) in kept:
-            continue
-        if any(id(inner) in kept for inner in child.modules()):
-            _empty(child, kept)
-        else:
-            setattr(module, name, nn.Identity())
 
 
 def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:

@@ -15,8 +15,7 @@ from shardwright.models.experts.routing import routers, selection_biases
 
 def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> None:
     """Raises UserError for a model that can't be trained with ``recipe`` and ``args`` on any devices."""
-    _check_text_part(facts)
-    _check_heads(facts)
+    _check_family(facts)
     name = attention_of(recipe, args, facts)
     if args.isolate_documents:
         _check_isolation(recipe, facts, name)
@@ -43,13 +42,21 @@ def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> 
         ) from error
 
 
-def _check_text_part(facts: ModelFacts) -> None:
+def _check_family(facts: ModelFacts) -> None:
     if is_multimodal(facts.config) and (found := attention_probe.text_part_differs(facts)) is not None:
         raise UserError(
             asked=f"a model of type {facts.config.model_type!r}, of which {facts.kind} is the text part",
             found=found,
             why="the text part is trained alone, so it must compute what the whole model computes of text",
             instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
+        )
+    heads, shared = (stated(facts.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        raise UserError(
+            asked=f"a model of type {facts.config.model_type!r}",
+            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
+            why="each key head serves equally many query heads",
+            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
         )
 
 
@@ -114,17 +121,6 @@ def _check_causal(name: str, facts: ModelFacts) -> None:
             found="tried small, a token's logits depend on later tokens",
             why="training predicts the next token, which the model would see",
             instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",
-        )
-
-
-def _check_heads(facts: ModelFacts) -> None:
-    heads, shared = (stated(facts.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
-        raise UserError(
-            asked=f"a model of type {facts.config.model_type!r}",
-            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
-            why="each key head serves equally many query heads",
-            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
         )
 
 

@@ -29,12 +29,7 @@ def unused_parameters(facts: ModelFacts, lora: Lora | None, router_loss: bool) -
     """The names of the adapted model's parameters that no gradient reaches; and why they can't be found, or None.
 
     They can't if the model reads values while it runs. Then only parameters that the family itself freezes are named.
-
-    Args:
-        router_loss: whether the model's load-balancing loss is part of the loss.
-
-    Raises:
-        UserError: no parameter takes part in the loss.
+    ``router_loss``: the model's load-balancing loss is part of the loss. UserError: no parameter takes part in it.
     """
     model = facts.adapted(lora)
     named = list(model.named_parameters())
