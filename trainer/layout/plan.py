@@ -14,19 +14,21 @@ from torch import nn
 from shardwright.errors import UserError
 from shardwright.layout import plan_checks
 from shardwright.layout.mesh import SEQUENCE
-from shardwright.layout.optimizer_state import StateTensor, state_tensors
 from shardwright.layout.partition import PartitionSpec, partition_spec, shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, layout_text
-from shardwright.layout.stacking import layer_names, numbers_of
+from shardwright.layout.stacking import is_stacked, layer_names, numbers_of
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.optimizers.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """The layout of one parameter, and a device's share of it.
+    """The layout of one parameter or of a tensor of its optimizer's state, and a device's share of it.
 
     Args:
-        name: of ``named_parameters()``, or a stack's (see `shardwright.layout.stacking`).
+        name: of ``named_parameters()``, or a stack's (see `shardwright.layout.stacking`). A state tensor's is what
+            follows the parameter's and a space.
         pattern: the recipe's line that it matches.
         dtype: of storage.
         layout: the axes that split it, in mesh order; they divide their dimensions.
@@ -56,6 +58,32 @@ class ParameterPlan:
     def bytes_per_device(self) -> int:
         """A device's share, without gradient and optimizer state."""
         return math.prod(self.local_shape) * self.dtype.itemsize
+
+    def optimizer(self, optim: str) -> type[Optimizer]:
+        """The entry that updates the parameter under ``--optim``: its own, or one that it leaves the rest to."""
+        entry = OPTIMIZERS[optim]
+        while entry.rest is not None and not entry.takes(self.name, self._shape_in_a_layer):
+            entry = entry.rest
+        return entry
+
+    def state(self, optim: str, dtype: torch.dtype) -> tuple[ParameterPlan, ...]:
+        """The state tensors of ``--optim``, in ``dtype``, in the order in which its entry takes them.
+
+        A tensor has the parameter's shape and layout, or those without one dimension: then the axes that split that
+        dimension replicate the tensor. A stack keeps its layers in front, so each layer has what it would have alone,
+        and a checkpoint's names are the same however layers are stacked.
+        """
+        found = []
+        for name, lacks in self.optimizer(optim).state(self._shape_in_a_layer).items():
+            dim = len(self.shape) - lacks  # where none is lacking the rank, which is no dimension
+            shape = (*self.shape[:dim], *self.shape[dim + 1 :])
+            layout = {axis: Shard(s.dim - (s.dim > dim)) for axis, s in self.layout.items() if s.dim != dim}
+            found.append(replace(self, name=name, shape=shape, dtype=dtype, layout=layout))
+        return tuple(found)
+
+    @property
+    def _shape_in_a_layer(self) -> tuple[int, ...]:
+        return self.shape[1:] if is_stacked(self.name) else self.shape
 
 
 @dataclass(frozen=True)
@@ -97,10 +125,9 @@ class ShardingPlan:
         axes = tuple(self.mesh)
         return {entry.name: partition_spec(entry.layout, len(entry.shape), axes) for entry in self.parameters}
 
-    def state_of(self, name: str) -> tuple[StateTensor, ...]:
+    def state_of(self, name: str) -> tuple[ParameterPlan, ...]:
         """The optimizer's state tensors of the parameter, as if it were trained."""
-        entry = self[name]
-        return state_tensors(self.optim, entry.name, entry.shape, entry.layout, entry.local_shape)
+        return self[name].state(self.optim, self.optimizer_dtype)
 
     @property
     def devices(self) -> int:
@@ -129,11 +156,11 @@ class ShardingPlan:
     def totals(self) -> dict[str, int]:
         """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of optimizer state."""
         trained = [parameter for parameter in self.parameters if parameter.trained]
-        elements = sum(math.prod(kept.local_shape) for entry in trained for kept in self.state_of(entry.name))
+        kept = [tensor for parameter in trained for tensor in self.state_of(parameter.name)]
         return {
             "parameters_bytes": sum(parameter.bytes_per_device for parameter in self.parameters),
             "gradients_bytes": sum(parameter.bytes_per_device for parameter in trained),
-            "optimizer_bytes": elements * self.optimizer_dtype.itemsize,
+            "optimizer_bytes": sum(tensor.bytes_per_device for tensor in kept),
         }
 
     def as_json(self) -> dict[str, Any]:
