@@ -70,12 +70,8 @@ def _run_file(path: Path) -> dict[str, Any]:
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         where = f"recipe file {path}" + (f", line {line}" if line else "")
         if isinstance(error, UserError):
-            raise UserError(
-                asked=error.asked if error.asked.startswith("recipe file") else f"{where}: {error.asked}",
-                found=error.found,
-                why=error.why,
-                instead=error.instead,
-            ) from error
+            asked = error.asked if error.asked.startswith("recipe file") else f"{where}: {error.asked}"
+            raise UserError(asked=asked, found=error.found, why=error.why, instead=error.instead) from error
         if isinstance(error, ModuleNotFoundError) and error.name == _OLD:
             raise _renamed(where, f"{error}") from error
         raise UserError(

@@ -233,12 +233,8 @@ def layout_text(layout: Layout) -> dict[str, str]:
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
     if not isinstance(value, kind):
-        raise UserError(
-            asked=f"{what}={value!r}",
-            found=f"a {type(value).__name__}",
-            why=f"{what} is a {kind.__name__}",
-            instead=instead,
-        )
+        found, why = f"a {type(value).__name__}", f"{what} is a {kind.__name__}"
+        raise UserError(asked=f"{what}={value!r}", found=found, why=why, instead=instead)
 
 
 def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> None:

@@ -72,9 +72,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             return config_of(recipe.model or {})
         _check_sizes(PretrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
-    # each means that no config can be read.
-    except Exception as error:
+    except Exception as error:  # transformers and the hub client raise many types when no config can be read
         raise UserError(
             asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
             found=in_short(error),
@@ -263,8 +261,7 @@ def _on_meta(
         model.tie_weights()  # each assignment has made a new parameter, and ties are lost
         # all callers need these two, so their absence is an error here
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
-    # the sizes in a config are the user's, and may break a model with any error
-    except Exception as error:
+    except Exception as error:  # the sizes in a config are the user's, and may break a model with any error
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
             found=in_short(error),
