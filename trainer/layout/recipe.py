@@ -32,22 +32,19 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the step computes, apart from layout.
+    """How the step computes, apart from layout. docs/recipes.md explains experts, layers that repeat, and memory.
 
     Args:
-        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere. Storage is the run's, not the recipe's.
+        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere.
         experts: ``dropless`` (exact; each expert computes its own tokens), ``capacity`` (GShard: an expert drops the
             tokens beyond its capacity), ``dense`` (exact; every expert computes every token), or None: no experts.
         capacity_factor: an expert's slots for tokens, over those of a perfectly balanced load; for ``capacity`` alone.
         router_loss: add the model's own load-balancing loss, times its ``router_aux_loss_coef``.
         attention: ``shardwright`` (the kernels of this package), or transformers' ``eager`` or ``sdpa``.
-        remat: the part of a layer that the backward computes again: ``none``, ``full``, or all but the matrix products
-            (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a TPU. A
-            number from 0 to 1 is the share, in bytes, to keep of the results of products and attention, first those
-            with most FLOPs a byte; 0 is ``full``. ``auto`` is the largest share with which the run fits the chip, once
-            scripts/compile.py has found it, else ``full``.
-        scan: store repeating decoder layers stacked, and run them as one scanned layer, or one scanned period of
-            layers. Layers that do not repeat run one by one.
+        remat: the part of a layer that the backward computes again: ``none``, ``full``, all but the matrix products
+            (``save_matmuls``), ``offload`` or ``auto``. A number from 0 to 1 is the share, in bytes, to keep of the
+            results of products and attention, first those with most FLOPs a byte.
+        scan: store repeating decoder layers stacked, and run them as one scanned layer or period of layers.
         reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates
             more; it is for models whose gradients fit on a device only when the batch axes split them.
 

@@ -79,14 +79,12 @@ def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
-    """The numbers of the parameters that a backward from ``loss`` would reach."""
+    """The numbers of the parameters that a backward from ``loss`` would reach, and -1 for whatever else it does."""
     seen, found, left = set(), set(), [loss.grad_fn]
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None and hasattr(leaf, "number"):
-            found.add(leaf.number)
-        left += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(getattr(getattr(node, "variable", None), "number", -1))
+            left += [following for following, _ in node.next_functions]
     return found
