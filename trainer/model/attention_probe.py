@@ -39,20 +39,24 @@ _NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 def our_attention(facts: ModelFacts, length: int) -> str:
     """The one of our attentions under which the model runs at ``length`` tokens, tried on meta, without values.
 
-    ``NAME`` comes first, as the masks of ``MASKED`` are as large as the sequence's square.
-
-    Raises Unsupported if the model asks attention for something that neither supports, UserError if it looks at values.
+    ``NAME`` comes first, as the masks of ``MASKED`` are as large as the sequence's square. Raises UserError if the model
+    asks attention for something that neither supports, or looks at values.
     """
-    model = facts.model
+    model, kind = facts.model, f"a model of type {facts.config.model_type!r}"
     first = _runs_on_meta(model, attention.NAME, length)
     if first is None:
         return attention.NAME
     if _runs_on_meta(model, attention.MASKED, length) is None:
         return attention.MASKED
     if isinstance(first, attention.Unsupported):
-        raise first
+        raise UserError(
+            asked=f"{kind} with attention={attention.NAME!r}",
+            found=str(first),
+            why="it would change the model's numbers",
+            instead="--compute attention=eager, which holds the scores of every head",
+        ) from first
     raise UserError(
-        asked=f"a model of type {model.config.model_type!r}",
+        asked=kind,
         found=f"its forward can't be run without values: {in_short(first)}",
         why="XLA compiles one graph of fixed shapes, before there is a value to look at",
         instead="a family whose shapes do not depend on its tokens, such as mixtral or llama",

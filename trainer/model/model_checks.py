@@ -29,17 +29,8 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
 def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> str:
     """The name of the recipe's attention in transformers' registry; for ours, the variant that the model needs."""
     asked = recipe.compute.attention
-    if asked != attention.NAME:
-        return asked
-    try:
-        return attention_probe.our_attention(facts, min(args.sequence_length, attention_probe.MOST))
-    except attention.Unsupported as error:
-        raise UserError(
-            asked=f"a model of type {facts.config.model_type!r} with attention={asked!r}",
-            found=str(error),
-            why="it would change the model's numbers",
-            instead="--compute attention=eager, which holds the scores of every head",
-        ) from error
+    length = min(args.sequence_length, attention_probe.MOST)
+    return attention_probe.our_attention(facts, length) if asked == attention.NAME else asked
 
 
 def _check_family(facts: ModelFacts) -> None:
