@@ -39,8 +39,8 @@ _NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 def our_attention(facts: ModelFacts, length: int) -> str:
     """The one of our attentions under which the model runs at ``length`` tokens, tried on meta, without values.
 
-    ``NAME`` comes first, as the masks of ``MASKED`` are as large as the sequence's square. Raises UserError if the model
-    asks attention for something that neither supports, or looks at values.
+    ``NAME`` comes first, as the masks of ``MASKED`` are as large as a row's square. Raises UserError if the model asks
+    attention for something that neither supports, or looks at values.
     """
     model, kind = facts.model, f"a model of type {facts.config.model_type!r}"
     first = _runs_on_meta(model, attention.NAME, length)
