@@ -20,8 +20,7 @@ _OLD = "trainer"  # the package's name before it was shardwright
 def load_recipe(name_or_path: str) -> Recipe:
     """The recipe of that name in ``recipes/``, or in the file at that path, which ends in ``.py``.
 
-    Raises:
-        UserError: there is no such recipe; the file defines none, or fails (its line is named).
+    Raises UserError if there is no such recipe, or the file defines none, or fails (its line is named).
     """
     shipped = shipped_recipes()
     path = Path(name_or_path) if name_or_path.endswith(".py") else shipped.get(name_or_path)

@@ -64,11 +64,7 @@ class Mesh:
         return f"Mesh({', '.join(parts + ([f'dcn={slices}'] if slices else []))})"
 
     def ici_sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis within one slice, in order, with -1 resolved.
-
-        Raises:
-            UserError: the mesh does not fit ``devices``.
-        """
+        """Devices along each axis within one slice, in order, with -1 resolved; UserError if ``devices`` don't fit."""
         fixed = math.prod(size for size in self.axes.values() if size != -1) * math.prod(self.dcn.values())
         has_rest = -1 in self.axes.values()
         if devices < 1 or devices % fixed or (fixed != devices and not has_rest):

@@ -175,14 +175,12 @@ class ShardingPlan:
     def stacked(self, prefix: str, slices: Sequence[str], depth: int) -> ShardingPlan:
         """The plan with layers of the list ``prefix`` stacked: ``PREFIX.0.REST``, … are one tensor.
 
-        A stack of n layers has shape ``[n, ...]``, so each axis splits the next dimension.
+        A stack of n layers has shape ``[n, ...]``, so each axis splits the next dimension. Raises UserError if the
+        layers of a stack differ in parameters, shapes or layouts, or share a parameter.
 
         Args:
             slices: the layers of each stack, as `shardwright.layout.stacking` names them.
             depth: number of layers in the list.
-
-        Raises:
-            UserError: the layers of a stack differ in parameters, shapes or layouts, or share a parameter.
         """
         layers: dict[str, dict[str, ParameterPlan]] = {f"{prefix}.{index}": {} for index in range(depth)}
         parts = prefix.count(".") + 2

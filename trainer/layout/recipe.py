@@ -155,10 +155,8 @@ class Recipe:
     def with_mesh(self, text: str) -> Recipe:
         """This recipe with other ICI factors, e.g. ``fsdp=2,expert=4``. Axes keep their order and DCN factors.
 
-        An axis ``sequence``, which splits the tokens of each row, may be named though the recipe lacks it.
-
-        Raises:
-            UserError: ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
+        An axis ``sequence``, which splits the tokens of each row, may be named though the recipe lacks it. Raises
+        UserError if ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
         """
         pairs = [part.split("=") for part in text.split(",")]
         # nine digits are more devices than there are, and Python refuses to read thousands
@@ -194,8 +192,7 @@ class Recipe:
     def with_compute(self, text: str) -> Recipe:
         """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.
 
-        Raises:
-            UserError: ``text`` is not ``name=value,...``, or `Compute` has no such name or value.
+        Raises UserError if ``text`` is not ``name=value,...``, or `Compute` has no such name or value.
         """
         names = [f.name for f in fields(Compute)]
         changes = {}
