@@ -76,7 +76,8 @@ def main() -> int | None:
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
         facts = facts_of(load_config(arguments.model, recipe))
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
-    args = TrainingArguments(recipe=arguments.recipe, **options)
+    # a length in epochs leaves the schedule open; with steps it would be tried, for which transformers imports peft
+    args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
     plan = plan_of(recipe, facts, lora_of(args, facts.model), arguments.devices, args)
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=2))

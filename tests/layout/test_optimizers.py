@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from shardwright import Shard
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.layout.optimizer_state import optimizer_of, state_tensors
-from shardwright.layout.plan import make_plan
+from shardwright.layout.plan import ParameterPlan, make_plan
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.optimizers import OPTIMIZERS
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
 
+def entry_of(name, shape, layout=MappingProxyType({})):
+    return ParameterPlan(name, name, shape, torch.bfloat16, dict(layout), {"fsdp": 2, "expert": 2})
+
+
 def test_factors_lose_a_dimension_and_keep_the_axes_of_the_others():
-    layout = {"fsdp": Shard(3), "expert": Shard(1)}
-    rows, columns = state_tensors("adafactor", "l.*.down_proj", (3, 8, 6, 4), layout, (3, 4, 6, 2))
+    entry = entry_of("l.*.down_proj", (3, 8, 6, 4), {"fsdp": Shard(3), "expert": Shard(1)})
+    rows, columns = entry.state("adafactor", torch.float32)
+    assert (rows.dtype, rows.bytes_per_device) == (torch.float32, 4 * 3 * 4 * 6)
     assert (rows.shape, rows.layout, rows.local_shape) == ((3, 8, 6), {"expert": Shard(1)}, (3, 4, 6))
     assert (columns.shape, columns.local_shape) == ((3, 8, 4), (3, 4, 2))
     assert columns.layout == {"fsdp": Shard(2), "expert": Shard(1)}
@@ -40,8 +45,8 @@ def test_factors_lose_a_dimension_and_keep_the_axes_of_the_others():
     ],
 )
 def test_muon_is_for_matrices_of_layers_and_vectors_are_not_factored(name, shape, by_muon, factored):
-    assert optimizer_of("muon", name, shape) is OPTIMIZERS["muon" if by_muon else "adamw"]
-    assert len(state_tensors("adafactor", name, shape, {}, shape)) == 1 + factored
+    assert entry_of(name, shape).optimizer("muon") is OPTIMIZERS["muon" if by_muon else "adamw"]
+    assert len(entry_of(name, shape).state("adafactor", torch.float32)) == 1 + factored
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)

@@ -63,7 +63,7 @@ class RunCheckpoint:
         self.ancestors: Lineage = {int(step): mark for step, mark in self.host.get("lineage", {}).items()}
 
     def __call__(self, name: str) -> Array:
-        """A parameter, buffer or (parameter's name, space, `StateTensor`'s) optimizer state; else KeyError."""
+        """A parameter, buffer or (parameter's name, space, state tensor's) optimizer state; else KeyError."""
         try:
             return self._tensors(name)
         except KeyError:

@@ -1,25 +1,25 @@
-"""Layouts of LoRA factors, each from the line of its weight."""
+"""The plan of a model under adapters: LoRA factors, each laid out by the line of its weight, and weights in int8."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from shardwright.layout.placement import Placement, Shard
-from shardwright.layout.plan import ParameterPlan, ShardingPlan, plan_parameter
+from shardwright.layout.partition import shards_of
+from shardwright.layout.placement import Shard
+from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.models.adapters.int8 import SCALE
 from shardwright.models.adapters.lora import A, base_of
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:
-    """The plan of a model with factors, which are trained while everything else is frozen, from the ``plan`` without.
+    """The plan of the model ``adapted`` (on meta), whose factors of ``dtype`` are trained and all else is frozen.
 
-    Args:
-        adapted: the model with factors, on meta.
-        dtype: of the factors.
+    ``plan`` is that of the model without factors.
     """
     entries: list[ParameterPlan] = []
     for name, parameter in adapted.named_parameters():
@@ -28,36 +28,43 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
             entries.append(replace(plan[name], trained=False))
             continue
         transposed = bool(getattr(adapted.get_submodule(base.rpartition(".")[0]), "is_transposed", False))
-        entry, shape = plan[base], tuple(parameter.shape)
-        rank = len(shape)
-        shared, long = (rank - 1 - transposed, rank - 1) if name.endswith(A) else (rank - 2 + transposed, rank - 2)
-        layout = _factor_layout(entry, shared, shape, plan, long=long)
-        pattern = entry.pattern + name.removeprefix(base)
-        entries.append(plan_parameter(name, pattern, shape, dtype, layout, plan.mesh))
+        pattern, shape = plan[base].pattern + name.removeprefix(base), tuple(parameter.shape)
+        # the weight's dimension that the factor has too, and that dimension in the factor, whose other is the rank
+        rows, columns = len(shape) - 2, len(shape) - 1
+        shared, long = (columns - transposed, columns) if name.endswith(A) else (rows + transposed, rows)
+        layout = _factor_layout(plan, plan[base], shared, shape, long)
+        entries.append(replace(plan[base], name=name, pattern=pattern, shape=shape, dtype=dtype, layout=layout))
     return replace(plan, parameters=tuple(entries))
 
 
 def _factor_layout(
-    entry: ParameterPlan, shared: int, shape: Sequence[int], plan: ShardingPlan, *, long: int
-) -> dict[str, Placement]:
-    """The layout of a factor of the weight ``entry``.
+    plan: ShardingPlan, weight: ParameterPlan, shared: int, shape: tuple[int, ...], long: int
+) -> dict[str, Shard]:
+    """The layout of a factor of ``weight``.
 
     An axis that splits the weight's experts or the dimension shared with the factor splits the factor likewise. A batch
     axis that splits the weight's other dimension splits the factor's long one, since it only stores: the factor is
     gathered before use, as the weight is. Other axes replicate the factor.
-
-    Args:
-        shared: the weight's dimension that the factor has too.
-        long: that dimension in the factor; the other is the rank.
     """
-    found: dict[str, Placement] = {}
-    for axis in plan.mesh:
-        if len(shape) == 3 and axis in entry.axes_of(0):
-            found[axis] = Shard(0)
-        elif axis in entry.axes_of(shared):
-            found[axis] = Shard(long)
-    for axis in entry.layout:
+    experts = weight.axes_of(0) if len(shape) == 3 else ()
+    found = dict.fromkeys(experts, Shard(0)) | dict.fromkeys(weight.axes_of(shared), Shard(long))
+    for axis in weight.layout:
         splits = math.prod(plan.mesh[a] for a in found if found[a] == Shard(long))
         if axis not in found and axis in plan.batch and shape[long] % (splits * plan.mesh[axis]) == 0:
             found[axis] = Shard(long)
-    return {axis: found[axis] for axis in plan.mesh if axis in found}
+    return shards_of(found, plan.mesh)
+
+
+def with_int8(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
+    """``plan`` with the frozen ``names``, except tied ones, in int8, and a scale for each row of a last dimension."""
+    tied = {*plan.aliases, *plan.aliases.values()}
+    entries: list[ParameterPlan] = []
+    for entry in plan.parameters:
+        if entry.name not in names or entry.name in tied:
+            entries.append(entry)
+            continue
+        name, pattern, shape = entry.name + SCALE, entry.pattern + SCALE, (*entry.shape[:-1], 1)
+        layout = {axis: shard for axis, shard in entry.layout.items() if shard.dim != len(shape) - 1}
+        scale = replace(entry, name=name, pattern=pattern, shape=shape, dtype=torch.float32, layout=layout)
+        entries += [replace(entry, dtype=torch.int8), scale]
+    return replace(plan, parameters=tuple(entries))

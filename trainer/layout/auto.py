@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,21 +55,18 @@ def auto_recipe(
             ``expert`` if there are any, all else over ``fsdp``.
         devices: their number, so that only divisible dimensions are cut. None: all are taken to be divisible.
 
-    Raises:
-        UserError: an unknown axis, sizes that don't fit the devices, or an axis for experts where there are none.
+    Raises UserError for an unknown axis, sizes that don't fit the devices, or an axis for experts where there are none.
     """
     roles = Roles(model, experts)
     grid = _mesh(mesh, roles.count, devices)
     sizes = grid.sizes(devices) if devices else {axis: max(size, 1) for axis, size in grid.axes.items()}
-    batch = tuple(axis for axis in grid.axes if axis not in ("tensor", SEQUENCE))
-    split: dict[str, Placement] = {axis: Shard(0) for axis in batch}
-    split |= {SEQUENCE: Shard(1)} if SEQUENCE in grid.axes else {}
+    split = {axis: Shard(1 if axis == SEQUENCE else 0) for axis in grid.axes if axis != "tensor"}
     lines = shared_patterns(_layouts(model, roles, sizes))
     over = layers_list(model)
     return AutoRecipe(
         Recipe(
             mesh=grid,
-            batch=batch,
+            batch=tuple(axis for axis in split if axis != SEQUENCE),
             parameters={pattern: line.layout for pattern, line in lines.items()},
             activations={f"{over}.*": split} if over else {},
             compute=_compute(model, experts, grid),
@@ -84,17 +82,12 @@ def layers_list(model: PreTrainedModel) -> str | None:
     decoder = model.get_decoder()
     if model.get_input_embeddings() not in decoder.modules():  # some call their output layer the decoder
         decoder = model
-    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
-    lists = {
-        ".".join(filter(None, (prefix, name))): sum(p.numel() for p in module.parameters())
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList)
-    }
-    return max(lists, key=lambda name: lists[name], default=None)
+    inside = set(decoder.modules())
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and m in inside}
+    return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """A line's layout and comments; parameters of equal lines may share one."""
 
     layout: dict[str, Placement]
@@ -107,31 +100,23 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
     if text is None:
         over = math.gcd(experts or 1, devices or _EXPERT_AXIS, _EXPERT_AXIS)
         return Mesh(fsdp=-1, expert=over) if over > 1 else Mesh(fsdp=-1)
-    axes: dict[str, int] = dict.fromkeys(_names(text), 1)
-    asked = replace(UNMADE, mesh=Mesh(dcn=None, **axes)).with_mesh(text)
-    if "expert" in asked.mesh.axes and asked.mesh.axes["expert"] != 1 and experts is None:
+    names = [part.partition("=")[0].strip() for part in text.split(",")]
+    if (unknown := next((name for name in names if name not in AXES), None)) is not None:
+        raise UserError(
+            asked=f"recipe {AUTO}: mesh {text!r}",
+            found=f"an axis {unknown!r}",
+            why="it has a use for the axes " + ", ".join(AXES),
+            instead=did_you_mean(unknown, AXES) + "fsdp=2,expert=4, say; or a recipe file with axes of your own",
+        )
+    axes = replace(UNMADE, mesh=Mesh(dcn=None, **dict.fromkeys(names, 1))).with_mesh(text).mesh.axes
+    if axes.get("expert", 1) != 1 and experts is None:
         raise UserError(
             asked=f"recipe {AUTO}: mesh {text!r}",
             found="a model without experts under transformers' interface to them",
             why="the axis expert is what experts are spread over",
             instead="fsdp in its place",
         )
-    sizes = {axis: asked.mesh.axes[axis] for axis in AXES if asked.mesh.axes.get(axis, 1) != 1}
-    return Mesh(dcn=None, **(sizes or {"fsdp": 1}))
-
-
-def _names(text: str) -> list[str]:
-    """The axes in ``text``, which must be known ones."""
-    names = [part.partition("=")[0].strip() for part in text.split(",")]
-    for name in names:
-        if name not in AXES:
-            raise UserError(
-                asked=f"recipe {AUTO}: mesh {text!r}",
-                found=f"an axis {name!r}",
-                why="it has a use for the axes " + ", ".join(AXES),
-                instead=did_you_mean(name, AXES) + "fsdp=2,expert=4, say; or a recipe file with axes of your own",
-            )
-    return names
+    return Mesh(dcn=None, **({axis: axes[axis] for axis in AXES if axes.get(axis, 1) != 1} or {"fsdp": 1}))
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:
@@ -155,17 +140,15 @@ def _layouts(model: PreTrainedModel, roles: Roles, sizes: Mapping[str, int]) -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = roles.of(canonical[id(parameter)], parameter)  # a tied one has one layout under all its names
         kinds.setdefault(collapse(name), []).append((role, parameter.shape))
-    return {kind: _line(*_common(members), sizes) for kind, members in kinds.items()}
-
-
-def _common(members: Sequence[tuple[Role, torch.Size]]) -> tuple[Role, tuple[int, ...]]:
-    """A role and a shape for all ``members``; divisors of the shape divide each of theirs."""
-    roles, shapes = {role for role, _ in members}, {tuple(shape) for _, shape in members}
-    if len({len(shape) for shape in shapes}) > 1:
-        return Role(note="layers differ in it"), ()
-    # the role that cuts least suits the others too
-    role = min(roles, key=lambda role: (role.cut is not None, len(role.rest), role.note))
-    return role, tuple(math.gcd(*sizes) for sizes in zip(*shapes, strict=True))
+    lines = {}
+    for kind, members in kinds.items():
+        # the role that cuts least suits the others too; divisors of all shapes divide each
+        role = min((role for role, _ in members), key=lambda role: (role.cut is not None, len(role.rest), role.note))
+        shapes = {tuple(shape) for _, shape in members}
+        alike = len({len(shape) for shape in shapes}) == 1
+        shape = tuple(math.gcd(*lengths) for lengths in zip(*shapes, strict=True)) if alike else ()
+        lines[kind] = _line(role if alike else Role(note="layers differ in it"), shape, sizes)
+    return lines
 
 
 def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line:
@@ -187,12 +170,10 @@ def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line
         if axis in sizes and dim is not None:
             fit([axis], dim)
     others = [axis for axis in sizes if axis not in split and axis not in ("data", "tensor")]
-    order = role.order(cut="tensor" in split)
+    order = sorted(role.rest, key=lambda dim: "tensor" in split and dim == role.cut)
     if others and not (role.vector and "tensor" in sizes) and not any(fit(others, dim) for dim in order):
         for axis in others if len(others) > 1 else []:
             any(fit([axis], dim) for dim in order)  # the first that it divides
-    undivided = []
-    for length, tried in missed.items():
-        axes = dict.fromkeys([each for each in tried if "×" not in each] or tried)
-        undivided.append(f"{length} is not divisible by {' or '.join(axes)}")
-    return _Line(split, role.note, "; ".join(undivided))
+    alone = {length: [axes for axes in tried if "×" not in axes] or tried for length, tried in missed.items()}
+    texts = (f"{length} is not divisible by {' or '.join(dict.fromkeys(axes))}" for length, axes in alone.items())
+    return _Line(split, role.note, "; ".join(texts))

@@ -20,28 +20,24 @@ _OLD = "trainer"  # the package's name before it was shardwright
 def load_recipe(name_or_path: str) -> Recipe:
     """The recipe of that name in ``recipes/``, or in the file at that path, which ends in ``.py``.
 
-    Raises:
-        UserError: there is no such recipe; the file defines none, or fails (its line is named).
+    Raises UserError if there is no such recipe, or the file defines none, or fails (its line is named).
     """
-    if name_or_path.endswith(".py"):
-        path = Path(name_or_path)
-        if not os.path.isfile(path):  # a Path would raise at a name that is too long
-            raise UserError(
-                asked=f"recipe file {name_or_path}",
-                found=f"no file {path.resolve()}",
-                why="a recipe that ends in .py is read from that path",
-                instead=f"a path that exists, or one of: {', '.join(shipped_recipes())}",
-            )
-    else:
-        shipped = shipped_recipes()
-        if name_or_path not in shipped:
-            raise UserError(
-                asked=f"recipe {name_or_path!r}",
-                found="no recipe of that name",
-                why="a recipe is known by its name in recipes/ or by the path of its .py file",
-                instead=did_you_mean(name_or_path, shipped) + f"one of: {', '.join(sorted(shipped))}",
-            )
-        path = shipped[name_or_path]
+    shipped = shipped_recipes()
+    path = Path(name_or_path) if name_or_path.endswith(".py") else shipped.get(name_or_path)
+    if path is None:
+        raise UserError(
+            asked=f"recipe {name_or_path!r}",
+            found="no recipe of that name",
+            why="a recipe is known by its name in recipes/ or by the path of its .py file",
+            instead=did_you_mean(name_or_path, shipped) + f"one of: {', '.join(shipped)}",
+        )
+    if not os.path.isfile(path):  # a Path would raise at a name that is too long
+        raise UserError(
+            asked=f"recipe file {name_or_path}",
+            found=f"no file {path.resolve()}",
+            why="a recipe that ends in .py is read from that path",
+            instead=f"a path that exists, or one of: {', '.join(shipped)}",
+        )
     recipe = _run_file(path).get("recipe")
     if not isinstance(recipe, Recipe):
         raise UserError(
@@ -55,9 +51,8 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of each recipe in ``recipes/``."""
-    folder = importlib.resources.files("shardwright.recipes")
-    files = sorted(Path(str(folder)).glob("[!_]*.py"))
-    return {file.stem: file for file in files}
+    folder = Path(str(importlib.resources.files("shardwright.recipes")))
+    return {file.stem: file for file in sorted(folder.glob("[!_]*.py"))}
 
 
 def _run_file(path: Path) -> dict[str, Any]:
@@ -74,12 +69,8 @@ def _run_file(path: Path) -> dict[str, Any]:
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         where = f"recipe file {path}" + (f", line {line}" if line else "")
         if isinstance(error, UserError):
-            raise UserError(
-                asked=error.asked if error.asked.startswith("recipe file") else f"{where}: {error.asked}",
-                found=error.found,
-                why=error.why,
-                instead=error.instead,
-            ) from error
+            asked = error.asked if error.asked.startswith("recipe file") else f"{where}: {error.asked}"
+            raise UserError(asked=asked, found=error.found, why=error.why, instead=error.instead) from error
         if isinstance(error, ModuleNotFoundError) and error.name == _OLD:
             raise _renamed(where, f"{error}") from error
         raise UserError(
@@ -96,16 +87,14 @@ def _check_package(tree: ast.Module, path: Path) -> None:
 
     In a checkout a folder of that name is importable, and would be a second package beside this one.
     """
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _FACE]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
+    nodes = list(ast.walk(tree))
+    owners = {ast.unparse(n).partition(".")[0] for n in nodes if isinstance(n, ast.Attribute) and n.attr in _FACE}
+    for node in (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)):
+        if isinstance(node, ast.Import):
+            old = any((a.asname or _OLD) in owners for a in node.names if a.name.partition(".")[0] == _OLD)
+        else:
             ours = any(alias.name in _FACE for alias in node.names)
             old = ours and not node.level and str(node.module).partition(".")[0] == _OLD
-        elif isinstance(node, ast.Import):
-            bound = {alias.asname or _OLD for alias in node.names if alias.name.partition(".")[0] == _OLD}
-            old = any(ast.unparse(each).partition(".")[0] in bound for each in attributes)
-        else:
-            continue
         if old:
             raise _renamed(f"recipe file {path}, line {node.lineno}", ast.unparse(node))
 
@@ -121,13 +110,9 @@ def _renamed(where: str, found: str) -> UserError:
 
 def _check_repeated_keys(tree: ast.Module, path: Path) -> None:
     """Refuses a repeated key in a table, of which Python would keep the last without a word."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Dict):
-            continue
+    for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
         seen: dict[object, int] = {}
-        for key in node.keys:
-            if not isinstance(key, ast.Constant):
-                continue
+        for key in (key for key in table.keys if isinstance(key, ast.Constant)):
             if key.value in seen:
                 raise UserError(
                     asked=f"recipe file {path}, line {key.lineno}: {key.value!r} twice in one table",

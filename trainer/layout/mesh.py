@@ -64,11 +64,7 @@ class Mesh:
         return f"Mesh({', '.join(parts + ([f'dcn={slices}'] if slices else []))})"
 
     def ici_sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis within one slice, in order, with -1 resolved.
-
-        Raises:
-            UserError: the mesh does not fit ``devices``.
-        """
+        """Devices along each axis within one slice, in order, with -1 resolved; UserError if ``devices`` don't fit."""
         fixed = math.prod(size for size in self.axes.values() if size != -1) * math.prod(self.dcn.values())
         has_rest = -1 in self.axes.values()
         if devices < 1 or devices % fixed or (fixed != devices and not has_rest):
@@ -81,11 +77,7 @@ class Mesh:
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis (ICI × DCN), in order, with -1 resolved.
-
-        Raises:
-            UserError: the mesh does not fit ``devices``.
-        """
+        """Devices along each axis (ICI × DCN), in order, with -1 resolved; raises as :meth:`ici_sizes`."""
         return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
 
     def _that_fits(self, devices: int) -> Mesh:

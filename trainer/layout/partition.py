@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardwright.errors import UserError
 from shardwright.layout.placement import Shard
@@ -12,9 +12,9 @@ from shardwright.layout.recipe import Layout, layout_text
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 
-def shards_of(layout: Layout) -> dict[str, Shard]:
-    """The axes of ``layout`` that split a dimension."""
-    return {axis: placement for axis, placement in layout.items() if isinstance(placement, Shard)}
+def shards_of(layout: Layout, axes: Iterable[str] | None = None) -> dict[str, Shard]:
+    """The ones of ``axes``, or of the layout's own, that split a dimension, in their order."""
+    return {axis: shard for axis in axes or layout if isinstance(shard := layout.get(axis), Shard)}
 
 
 def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> PartitionSpec:
@@ -23,8 +23,7 @@ def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> Parti
     Raises:
         UserError: the layout names a dimension that the tensor lacks, or an axis that the mesh lacks.
     """
-    shards = shards_of(layout)
-    for axis, shard in shards.items():
+    for axis, shard in shards_of(layout).items():
         if axis not in mesh_axes or shard.dim >= rank:
             raise UserError(
                 asked=f"layout {layout_text(layout)}",
@@ -32,9 +31,8 @@ def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> Parti
                 why=f"axis {axis!r} cannot split dimension {shard.dim} of it",
                 instead=f"a dimension below {rank}, an axis of the mesh, or leave the axis out to replicate",
             )
-    axes_of_dim = [
-        tuple(axis for axis in mesh_axes if axis in shards and shards[axis].dim == dim) for dim in range(rank)
-    ]
+    shards = shards_of(layout, mesh_axes)
+    axes_of_dim = [tuple(axis for axis, shard in shards.items() if shard.dim == dim) for dim in range(rank)]
     return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in axes_of_dim)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import TypeVar
@@ -13,11 +14,7 @@ _SHORTEST = 3  # letters that two words must share for the rest of them to becom
 
 
 def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
-    """Merges keys of equal lines into one pattern where it matches no other name.
-
-    Args:
-        lines: name, with ``*`` for each number → its line.
-    """
+    """Merges names (with ``*`` for each number) of equal ``lines`` into one pattern where it matches no other name."""
     names = {name: name.replace("*", "0") for name in lines}  # an example of each, for patterns to match or not
     found = {}
     for name in lines:
@@ -25,13 +22,11 @@ def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
         mixed = any(matches(name, example) for other, example in names.items() if other != name)
         found[name.replace("*", "[0-9]*") if mixed else name] = [name]
     while (shared := _best(lines, names, found)) is not None:
-        pattern, parts = shared
-        members = [name for part in parts for name in found[part]]
-        found = {  # in the place of the first part
-            (pattern if key == parts[0] else key): (members if key == parts[0] else value)
-            for key, value in found.items()
-            if key == parts[0] or key not in parts
-        }
+        pattern, (first, *others) = shared
+        members = [name for part in (first, *others) for name in found[part]]
+        # in the place of the first
+        found = {pattern if part == first else part: found[part] for part in found if part not in others}
+        found[pattern] = members
     return {pattern: lines[members[0]] for pattern, members in found.items()}
 
 
@@ -39,35 +34,31 @@ def _best(
     lines: Mapping[str, Line], names: Mapping[str, str], found: Mapping[str, list[str]]
 ) -> tuple[str, list[str]] | None:
     """The pattern that merges the most keys of ``found``, and these keys; None if no two can be merged."""
-    buckets: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    buckets = defaultdict(list)  # patterns that differ in one word, by its place and the words before and after
     for pattern in found:
         words = pattern.split(".")
         for place in range(len(words)):
-            buckets.setdefault((place, (*words[:place], "", *words[place + 1 :])), []).append(pattern)
+            buckets[place, tuple(words[:place]), tuple(words[place + 1 :])].append(pattern)
     best: tuple[str, list[str]] | None = None
-    for (place, _), patterns in buckets.items():
+    for (place, before, after), patterns in buckets.items():
         for one, other in combinations(patterns, 2):
-            if lines[found[one][0]] != lines[found[other][0]]:
+            line = lines[found[one][0]]
+            if line != lines[found[other][0]]:
                 continue
-            words = one.split(".")
-            alike = [p.split(".")[place] for p in patterns if lines[found[p][0]] == lines[found[one][0]]]
-            for glob in _globs(words[place], other.split(".")[place], alike):
-                pattern = ".".join([*words[:place], glob, *words[place + 1 :]])
+            alike = [pattern.split(".")[place] for pattern in patterns if lines[found[pattern][0]] == line]
+            for glob in _globs(one.split(".")[place], other.split(".")[place], alike):
+                pattern = ".".join([*before, glob, *after])
                 matched = {name for name, example in names.items() if matches(pattern, example)}
                 parts = [part for part in found if matched.issuperset(found[part])]
                 whole = sum(len(found[part]) for part in parts) == len(matched)
-                equal = all(lines[name] == lines[found[one][0]] for name in matched)
+                equal = all(lines[name] == line for name in matched)
                 if whole and equal and len(parts) > (len(best[1]) if best else 1):
                     best = pattern, parts
     return best
 
 
 def _globs(one: str, other: str, alike: Iterable[str]) -> Iterator[str]:
-    """Globs that match both words, the closest first; none where they share too little.
-
-    Args:
-        alike: all words in this place on equal lines.
-    """
+    """Globs that match both words, the closest first; ``alike``: all words in their place on equal lines."""
     if {one, other} == {"weight", "bias"}:
         yield "*"
     if "*" in (one, other):  # a number's place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,25 +12,27 @@ import torch
 from torch import nn
 
 from shardwright.errors import UserError
+from shardwright.layout import plan_checks
 from shardwright.layout.mesh import SEQUENCE
-from shardwright.layout.optimizer_state import StateTensor, state_tensors
 from shardwright.layout.partition import PartitionSpec, partition_spec, shards_of
-from shardwright.layout.placement import Placement, Shard
-from shardwright.layout.plan_checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
+from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, layout_text
-from shardwright.layout.stacking import layer_names, numbers_of, stack_name
+from shardwright.layout.stacking import is_stacked, layer_names, numbers_of
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.optimizers.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """The layout of one parameter, and a device's share of it.
+    """The layout of one parameter or of a tensor of its optimizer's state, and a device's share of it.
 
     Args:
-        name: of ``named_parameters()``, or a stack's (see `shardwright.layout.stacking`).
+        name: of ``named_parameters()``, or a stack's (see `shardwright.layout.stacking`). A state tensor's is what
+            follows the parameter's and a space.
         pattern: the recipe's line that it matches.
         dtype: of storage.
-        layout: the axes that split it, in mesh order.
-        local_shape, bytes_per_device: a device's share, without gradient and optimizer state.
+        layout: the axes that split it, in mesh order; they divide their dimensions.
+        mesh: axis → devices along it.
         trained: False: it is frozen, without gradient and optimizer state.
     """
 
@@ -38,14 +40,50 @@ class ParameterPlan:
     pattern: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: dict[str, Placement]
-    local_shape: tuple[int, ...]
-    bytes_per_device: int
+    layout: dict[str, Shard]
+    mesh: Mapping[str, int] = field(repr=False)
     trained: bool = True
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split dimension ``dim``, in mesh order."""
-        return tuple(axis for axis, placement in self.layout.items() if placement == Shard(dim))
+        return tuple(axis for axis, shard in self.layout.items() if shard.dim == dim)
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of a device's share."""
+        splits = [math.prod(self.mesh[axis] for axis in self.axes_of(dim)) for dim in range(len(self.shape))]
+        return tuple(size // split for size, split in zip(self.shape, splits, strict=True))
+
+    @property
+    def bytes_per_device(self) -> int:
+        """A device's share, without gradient and optimizer state."""
+        return math.prod(self.local_shape) * self.dtype.itemsize
+
+    def optimizer(self, optim: str) -> type[Optimizer]:
+        """The entry that updates the parameter under ``--optim``: its own, or one that it leaves the rest to."""
+        entry = OPTIMIZERS[optim]
+        while entry.rest is not None and not entry.takes(self.name, self._shape_in_a_layer):
+            entry = entry.rest
+        return entry
+
+    def state(self, optim: str, dtype: torch.dtype) -> tuple[ParameterPlan, ...]:
+        """The state tensors of ``--optim``, in ``dtype``, in the order in which its entry takes them.
+
+        A tensor has the parameter's shape and layout, or those without one dimension: then the axes that split that
+        dimension replicate the tensor. A stack keeps its layers in front, so each layer has what it would have alone,
+        and a checkpoint's names are the same however layers are stacked.
+        """
+        found = []
+        for name, lacks in self.optimizer(optim).state(self._shape_in_a_layer).items():
+            dim = len(self.shape) - lacks  # where none is lacking the rank, which is no dimension
+            shape = (*self.shape[:dim], *self.shape[dim + 1 :])
+            layout = {axis: Shard(s.dim - (s.dim > dim)) for axis, s in self.layout.items() if s.dim != dim}
+            found.append(replace(self, name=name, shape=shape, dtype=dtype, layout=layout))
+        return tuple(found)
+
+    @property
+    def _shape_in_a_layer(self) -> tuple[int, ...]:
+        return self.shape[1:] if is_stacked(self.name) else self.shape
 
 
 @dataclass(frozen=True)
@@ -87,10 +125,9 @@ class ShardingPlan:
         axes = tuple(self.mesh)
         return {entry.name: partition_spec(entry.layout, len(entry.shape), axes) for entry in self.parameters}
 
-    def state_of(self, name: str) -> tuple[StateTensor, ...]:
+    def state_of(self, name: str) -> tuple[ParameterPlan, ...]:
         """The optimizer's state tensors of the parameter, as if it were trained."""
-        entry = self[name]
-        return state_tensors(self.optim, entry.name, entry.shape, entry.layout, entry.local_shape)
+        return self[name].state(self.optim, self.optimizer_dtype)
 
     @property
     def devices(self) -> int:
@@ -119,112 +156,81 @@ class ShardingPlan:
     def totals(self) -> dict[str, int]:
         """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of optimizer state."""
         trained = [parameter for parameter in self.parameters if parameter.trained]
-        elements = sum(math.prod(kept.local_shape) for entry in trained for kept in self.state_of(entry.name))
+        kept = [tensor for parameter in trained for tensor in self.state_of(parameter.name)]
         return {
             "parameters_bytes": sum(parameter.bytes_per_device for parameter in self.parameters),
             "gradients_bytes": sum(parameter.bytes_per_device for parameter in trained),
-            "optimizer_bytes": elements * self.optimizer_dtype.itemsize,
+            "optimizer_bytes": sum(tensor.bytes_per_device for tensor in kept),
         }
 
     def as_json(self) -> dict[str, Any]:
         """Mesh, each parameter's layout and share, and totals in bytes per device, as values for JSON."""
-        return {
-            "mesh": self.mesh,
-            "parameters": [
-                {
-                    "name": parameter.name,
-                    "pattern": parameter.pattern,
-                    "shape": list(parameter.shape),
-                    "layout": layout_text(parameter.layout),
-                    "local_shape": list(parameter.local_shape),
-                    "bytes_per_device": parameter.bytes_per_device,
-                    **({} if parameter.trained else {"trained": False}),
-                }
-                for parameter in self.parameters
-            ],
-            "totals": self.totals,
-        }
+        shown = ("name", "pattern", "shape", "layout", "local_shape", "bytes_per_device")
+        parameters = []
+        for parameter in self.parameters:
+            values = {name: getattr(parameter, name) for name in shown} | {"layout": layout_text(parameter.layout)}
+            parameters.append(values if parameter.trained else values | {"trained": False})
+        return {"mesh": self.mesh, "parameters": parameters, "totals": self.totals}
 
     def stacked(self, prefix: str, slices: Sequence[str], depth: int) -> ShardingPlan:
         """The plan with layers of the list ``prefix`` stacked: ``PREFIX.0.REST``, … are one tensor.
 
-        A stack of n layers has shape ``[n, ...]``, so each axis splits the next dimension.
+        A stack of n layers has shape ``[n, ...]``, so each axis splits the next dimension. Raises UserError if the
+        layers of a stack differ in parameters, shapes or layouts, or share a parameter.
 
         Args:
             slices: the layers of each stack, as `shardwright.layout.stacking` names them.
             depth: number of layers in the list.
-
-        Raises:
-            UserError: the layers of a stack differ in parameters, shapes or layouts, or share a parameter.
         """
-        parts = prefix.count(".") + 2
         layers: dict[str, dict[str, ParameterPlan]] = {f"{prefix}.{index}": {} for index in range(depth)}
+        parts = prefix.count(".") + 2
 
         def split(name: str) -> tuple[str, str]:
             words = name.split(".")
             return ".".join(words[:parts]), ".".join(words[parts:])
 
-        for parameter in self.parameters:
-            layer, rest = split(parameter.name)
+        for entry in self.parameters:
+            layer, rest = split(entry.name)
             if layer in layers:
-                layers[layer][rest] = parameter
-        stacks: dict[str, tuple[str, int]] = {}  # a stack's first layer -> (slice, layers); its others -> ("", 0)
+                layers[layer][rest] = entry
+        # the parameters of stacked layers: each stack in the place of its first layer's, and None for the others
+        changed: dict[str, ParameterPlan | None] = {}
         for which in slices:
-            names = layer_names(stack_name(prefix, which, ""), len(numbers_of(f"{prefix}.{which}.") or range(depth)))
-            inside = [name.removesuffix(".") for name in names]
-            for name in (name for pair in self.aliases.items() for name in pair):
-                if split(name)[0] in inside:
-                    raise _not_alike(prefix, f"{name} is tied to another parameter")
-            for name in inside:
-                _check_alike(prefix, (inside[0], layers[inside[0]]), (name, layers[name]))
-            stacks |= {name: (which, len(inside)) if name == inside[0] else ("", 0) for name in inside}
-        parameters: list[ParameterPlan] = []
-        for parameter in self.parameters:
-            layer, rest = split(parameter.name)
-            which, count = stacks.get(layer, ("", 1))
-            if count == 1:
-                parameters.append(parameter)
-            elif which:
-                parameters.append(_stack(stack_name(prefix, which, rest), parameter, count))
-        return replace(self, parameters=tuple(parameters))
+            numbers = numbers_of(f"{prefix}.{which}.") or range(depth)
+            inside = {f"{prefix}.{number}": layers[f"{prefix}.{number}"] for number in numbers}
+            tied = [name for pair in self.aliases.items() for name in pair if split(name)[0] in inside]
+            _check_alike(prefix, inside, tied)
+            changed |= dict.fromkeys(entry.name for layer in inside.values() for entry in layer.values())
+            for rest, entry in inside[f"{prefix}.{numbers[0]}"].items():
+                layout = {axis: Shard(shard.dim + 1) for axis, shard in entry.layout.items()}
+                shape, name = (len(inside), *entry.shape), f"{prefix}.{which}.{rest}"
+                changed[entry.name] = replace(entry, name=name, shape=shape, layout=layout)
+        entries = (changed.get(entry.name, entry) for entry in self.parameters)
+        return replace(self, parameters=tuple(entry for entry in entries if entry is not None))
 
 
-def _check_alike(
-    prefix: str, first: tuple[str, dict[str, ParameterPlan]], layer: tuple[str, dict[str, ParameterPlan]]
-) -> None:
-    """Raises UserError unless two (named) layers have equal shapes, dtypes and layouts."""
-    (name, mine), (other_name, theirs) = first, layer
-    for rest in sorted(mine.keys() ^ theirs.keys()) or ([] if mine else ["any parameter"]):
-        raise _not_alike(prefix, f"{name} and {other_name} do not both have {rest}")
-    for rest, one in mine.items():
-        other = theirs[rest]
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            shapes = f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
-            raise _not_alike(prefix, f"{rest} is {shapes} in {name} and {other_name}")
-        if one.layout != other.layout:
-            layouts = f"{layout_text(one.layout)} and {layout_text(other.layout)}"
-            raise _not_alike(prefix, f"{rest} is placed as {layouts} in {name} and {other_name}")
-
-
-def _not_alike(prefix: str, found: str) -> UserError:
-    return UserError(
-        asked=f"scan over {prefix}",
-        found=found,
-        why="scanned layers are stored stacked, one tensor a parameter: they must be alike and share nothing",
-        instead="Compute(scan=False), or one recipe line for all layers where only the layouts differ",
-    )
-
-
-def _stack(name: str, layer: ParameterPlan, count: int) -> ParameterPlan:
-    """The plan of ``count`` parameters such as ``layer``, stacked along a new dimension in front."""
-    return replace(
-        layer,
-        name=name,
-        shape=(count, *layer.shape),
-        layout={axis: Shard(placement.dim + 1) for axis, placement in shards_of(layer.layout).items()},
-        local_shape=(count, *layer.local_shape),
-        bytes_per_device=layer.bytes_per_device * count,
-    )
+def _check_alike(prefix: str, layers: Mapping[str, Mapping[str, ParameterPlan]], tied: Sequence[str]) -> None:
+    """Raises UserError if a parameter is ``tied``, or the layers differ in names, shapes, dtypes or layouts."""
+    found = [f"{name} is tied to another parameter" for name in tied]
+    name, mine = next(iter(layers.items()))
+    for other, theirs in layers.items():
+        unshared = sorted(mine.keys() ^ theirs.keys()) or ([] if mine else ["any parameter"])
+        found += [f"{name} and {other} do not both have {rest}" for rest in unshared]
+        for rest in (rest for rest in mine if rest in theirs):
+            one, two = mine[rest], theirs[rest]
+            if (one.shape, one.dtype) != (two.shape, two.dtype):
+                shapes = f"{list(one.shape)} {one.dtype} and {list(two.shape)} {two.dtype}"
+                found.append(f"{rest} is {shapes} in {name} and {other}")
+            if one.layout != two.layout:
+                layouts = f"{layout_text(one.layout)} and {layout_text(two.layout)}"
+                found.append(f"{rest} is placed as {layouts} in {name} and {other}")
+    if found:
+        raise UserError(
+            asked=f"scan over {prefix}",
+            found=found[0],
+            why="scanned layers are stored stacked, one tensor a parameter: they must be alike and share nothing",
+            instead="Compute(scan=False), or one recipe line for all layers where only the layouts differ",
+        )
 
 
 def make_plan(
@@ -250,41 +256,16 @@ def make_plan(
     names = dict(model.named_parameters(remove_duplicate=False))
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {name: canonical[id(p)] for name, p in names.items() if canonical[id(p)] != name}
-    pattern_of = match_lines(recipe, names)
+    pattern_of = plan_checks.match_lines(recipe, names)
     table = {**recipe.parameters, **recipe.optional}
-    layouts = {name: _in_mesh_order(table[pattern], mesh) for name, pattern in pattern_of.items()}
-    check_tied(recipe, aliases, layouts)
-    for name, parameter in names.items():
-        check_dimensions(recipe, name, tuple(parameter.shape), layouts[name])
-    check_divisible(recipe, names, layouts, mesh)
-    check_activations(recipe, model)
+    layouts = {name: shards_of(table[pattern], mesh) for name, pattern in pattern_of.items()}
+    plan_checks.check_tied(recipe, aliases, layouts)
+    plan_checks.check_dimensions(recipe, names, layouts)
+    plan_checks.check_divisible(recipe, names, layouts, mesh)
+    plan_checks.check_activations(recipe, model)
     plans = tuple(
-        plan_parameter(
-            name, pattern_of[name], tuple(parameter.shape), weight_dtype or parameter.dtype, layouts[name], mesh
-        )
-        for name, parameter in names.items()
+        ParameterPlan(name, pattern_of[name], tuple(p.shape), weight_dtype or p.dtype, layouts[name], mesh)
+        for name, p in names.items()
         if name not in aliases
     )
     return ShardingPlan(mesh, recipe.batch, plans, aliases, dict(recipe.activations), optimizer_dtype, optim)
-
-
-def _in_mesh_order(layout: Layout, mesh: Mapping[str, int]) -> dict[str, Placement]:
-    """The axes of ``layout`` that split a dimension, in the mesh's order."""
-    shards = shards_of(layout)
-    return {axis: shards[axis] for axis in mesh if axis in shards}
-
-
-def plan_parameter(
-    name: str,
-    pattern: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    layout: dict[str, Placement],
-    mesh: Mapping[str, int],
-) -> ParameterPlan:
-    """The plan of one parameter; ``layout`` must be in mesh order and its axes divide their dimensions."""
-    local = list(shape)
-    for axis, shard in shards_of(layout).items():
-        local[shard.dim] //= mesh[axis]
-    size = math.prod(local) * dtype.itemsize
-    return ParameterPlan(name, pattern, shape, dtype, layout, tuple(local), size)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.layout.partition import partition_spec, shards_of
-from shardwright.layout.placement import Placement
+from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, layout_text, matches
 
+Shards = Mapping[str, Shard]  # a layout's axes that split a dimension, in mesh order
 _LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe's message lists all
 
 
@@ -23,21 +23,17 @@ def collapse(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _listing(names: Iterable[str], notes: Mapping[str, str]) -> str:
+def _listing(notes: Mapping[str, str]) -> str:
     """Names, one kind (:func:`collapse`) a line, each with its note and count."""
-    groups = Counter(f"{collapse(name)} {notes[name]}" for name in names)
-    lines = [f"{group}" + (f", {count} of them" if count > 1 else "") for group, count in groups.items()]
+    groups = Counter(f"{collapse(name)} {note}" for name, note in notes.items())
+    lines = [group + (f", {count} of them" if count > 1 else "") for group, count in groups.items()]
     if len(lines) > _LISTED:
         lines[_LISTED:] = [f"and {len(lines) - _LISTED} more kinds"]
     return "\n           ".join(lines)
 
 
 def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Parameter name → the pattern of the one line that it matches.
-
-    Raises:
-        UserError: a parameter that no line matches, or two; a line that is not optional and matches nothing.
-    """
+    """Parameter name → the pattern of the one line that it matches; each line but an optional one must match some."""
     patterns = [*recipe.parameters, *recipe.optional]
     hits = {name: [pattern for pattern in patterns if matches(pattern, name)] for name in names}
     used = {pattern for found in hits.values() for pattern in found}
@@ -47,18 +43,17 @@ def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, 
     title = f"recipe {recipe.name}"
     if unmatched:
         shapes = {name: f"of shape {list(names[name].shape)}" for name in unmatched}
-        example = collapse(unmatched[0])
         near = f"; or mend {unused[0]!r}, which matches nothing" if unused else ""
         raise UserError(
             asked=f"{title}: a layout for every parameter",
-            found=f"no line matches\n           {_listing(unmatched, shapes)}",
+            found=f"no line matches\n           {_listing(shapes)}",
             why="a parameter without a line would be replicated without a word",
-            instead=f'a line such as "{example}": {{}} to replicate it{near}',
+            instead=f'a line such as "{collapse(unmatched[0])}": {{}} to replicate it{near}',
         )
     if doubled:
         raise UserError(
             asked=f"{title}: one line for each parameter",
-            found=_listing(doubled, doubled),
+            found=_listing(doubled),
             why="two lines could ask for two layouts",
             instead="narrow one of the patterns until each parameter matches one alone",
         )
@@ -85,23 +80,21 @@ def check_tied(recipe: Recipe, aliases: Mapping[str, str], layouts: Mapping[str,
             )
 
 
-def check_dimensions(recipe: Recipe, name: str, shape: tuple[int, ...], layout: Layout) -> None:
-    """Raises UserError unless the parameter has every dimension that its layout splits."""
-    for axis, shard in shards_of(layout).items():
-        if shard.dim >= len(shape):
+def check_dimensions(recipe: Recipe, names: Mapping[str, torch.Tensor], layouts: Mapping[str, Shards]) -> None:
+    """Raises UserError unless each parameter has every dimension that its layout splits."""
+    for name, parameter in names.items():
+        rank = parameter.dim()
+        for axis, dim in ((axis, shard.dim) for axis, shard in layouts[name].items() if shard.dim >= rank):
             raise UserError(
-                asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({shard.dim})",
-                found=f"it has shape {list(shape)}",
-                why=f"dimension {shard.dim} is out of range: they are counted from 0",
-                instead=f'"{axis}": Shard({len(shape) - 1})' if shape else "{}: a scalar only replicates",
+                asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({dim})",
+                found=f"it has shape {list(parameter.shape)}",
+                why=f"dimension {dim} is out of range: they are counted from 0",
+                instead=f'"{axis}": Shard({rank - 1})' if rank else "{}: a scalar only replicates",
             )
 
 
 def check_divisible(
-    recipe: Recipe,
-    names: Mapping[str, torch.Tensor],
-    layouts: Mapping[str, Mapping[str, Placement]],
-    mesh: Mapping[str, int],
+    recipe: Recipe, names: Mapping[str, torch.Tensor], layouts: Mapping[str, Shards], mesh: Mapping[str, int]
 ) -> None:
     """Raises UserError unless every dimension is divisible by the sizes of the axes that split it.
 
@@ -109,49 +102,39 @@ def check_divisible(
     """
     bad: dict[str, tuple[int, list[str]]] = {}
     for name, parameter in names.items():
-        spec = partition_spec(layouts[name], parameter.dim(), tuple(mesh))
-        for dim, entry in enumerate(spec):
-            axes = [entry] if isinstance(entry, str) else list(entry or ())
-            if parameter.shape[dim] % math.prod(mesh[axis] for axis in axes):
+        for dim, size in enumerate(parameter.shape):
+            axes = [axis for axis, shard in layouts[name].items() if shard.dim == dim]
+            if size % math.prod(mesh[axis] for axis in axes):
                 bad.setdefault(name, (dim, axes))
     if not bad:
         return
     name, (dim, axes) = next(iter(bad.items()))
     shape = tuple(names[name].shape)
-    sizes = " × ".join(f"{axis}={mesh[axis]}" for axis in axes)
-    notes = {other: f"of shape {list(names[other].shape)}" for other in bad}
     raise UserError(
-        asked=f"recipe {recipe.name}: dimension {dim} of {name} over {sizes}",
-        found=_listing(bad, notes),
+        asked=f"recipe {recipe.name}: dimension {dim} of {name} over {' × '.join(f'{a}={mesh[a]}' for a in axes)}",
+        found=_listing({other: f"of shape {list(names[other].shape)}" for other in bad}),
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
-        instead="; or ".join(
-            [text for axis in axes for text in _sizes_that_divide(shape[dim], axis, axes, mesh)]
-            + _dimensions_that_divide(shape, dim, axes, layouts[name], mesh)
-            + ["replicate: leave the axis out of that line"]
-        ),
+        instead="; or ".join(_remedies(shape, dim, axes, layouts[name], mesh)),
     )
 
 
-def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str, int]) -> list[str]:
-    """Advice: sizes of ``axis`` with which ``axes`` would divide ``size``."""
-    others = math.prod(mesh[other] for other in axes if other != axis)
+def _remedies(
+    shape: tuple[int, ...], dim: int, axes: Sequence[str], layout: Shards, mesh: Mapping[str, int]
+) -> Iterator[str]:
+    """Sizes of an axis with which ``axes`` would divide ``dim``, other dimensions that they would, or none at all."""
     devices = math.prod(mesh.values())
-    fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and size % (n * others) == 0]
-    return [f"{axis} of size {' or '.join(fit)}"] if fit else []
-
-
-def _dimensions_that_divide(
-    shape: tuple[int, ...], dim: int, axes: list[str], layout: Layout, mesh: Mapping[str, int]
-) -> list[str]:
-    """Advice: other dimensions that ``axes`` would divide, together with the axes that split them already."""
-    shards = shards_of(layout)
-    fit = [
-        f"Shard({other})"
-        for other, size in enumerate(shape)
-        if other != dim
-        and size % math.prod(mesh[a] for a in {*axes, *(a for a in shards if shards[a].dim == other)}) == 0
-    ]
-    return [f"shard another dimension: {' or '.join(fit)}"] if fit else []
+    for axis in axes:
+        others = math.prod(mesh[other] for other in axes if other != axis)
+        fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and shape[dim] % (n * others) == 0]
+        if fit:
+            yield f"{axis} of size {' or '.join(fit)}"
+    # with the axes that split these already
+    together = [{*axes, *(a for a, shard in layout.items() if shard.dim == other)} for other in range(len(shape))]
+    splits = [math.prod(mesh[axis] for axis in both) for both in together]
+    fit = [f"Shard({other})" for other, size in enumerate(shape) if other != dim and size % splits[other] == 0]
+    if fit:
+        yield f"shard another dimension: {' or '.join(fit)}"
+    yield "replicate: leave the axis out of that line"
 
 
 def check_activations(recipe: Recipe, model: nn.Module) -> None:

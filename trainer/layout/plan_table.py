@@ -37,9 +37,8 @@ def plan_rows(plan: ShardingPlan) -> list[list[str]]:
 
 def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
     """(name, bytes on a device) of weights, gradients and optimizer state."""
-    totals, state = plan.totals, f"{OPTIMIZERS[plan.optim].title} state"
-    names = {"parameters": "parameters_bytes", "gradients": "gradients_bytes", state: "optimizer_bytes"}
-    return [(what, totals[name]) for what, name in names.items()]
+    names = ("parameters", "gradients", f"{OPTIMIZERS[plan.optim].title} state")
+    return list(zip(names, plan.totals.values(), strict=True))
 
 
 def print_plan(plan: ShardingPlan) -> None:

@@ -20,6 +20,7 @@ _CHOICES = {
     "remat": ("none", "full", "save_matmuls", "offload", "auto"),  # or a share
     "reduce_gradients": ("step", "micro_batch"),
 }
+_TABLES = ("parameters", "optional", "activations")  # of a recipe
 _NOW = {"portable": "shardwright"}  # values of older recipes
 
 
@@ -31,23 +32,19 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the step computes, apart from layout.
+    """How the step computes, apart from layout. docs/recipes.md explains experts, layers that repeat, and memory.
 
     Args:
-        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere. The stored dtypes of weights and
-            optimizer state are options of the run, not of the recipe.
+        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere.
         experts: ``dropless`` (exact; each expert computes its own tokens), ``capacity`` (GShard: an expert drops the
             tokens beyond its capacity), ``dense`` (exact; every expert computes every token), or None: no experts.
         capacity_factor: an expert's slots for tokens, over those of a perfectly balanced load; for ``capacity`` alone.
         router_loss: add the model's own load-balancing loss, times its ``router_aux_loss_coef``.
         attention: ``shardwright`` (the kernels of this package), or transformers' ``eager`` or ``sdpa``.
-        remat: the part of a layer that the backward computes again: ``none``, ``full``, or all but the matrix products
-            (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a TPU. A
-            number from 0 to 1 is the share, in bytes, to keep of the results of products and attention, first those
-            with most FLOPs a byte; 0 is ``full``. ``auto`` is the largest share with which the run fits the chip, once
-            scripts/compile.py has found it, else ``full``.
-        scan: store repeating decoder layers stacked, and run them as one scanned layer, or one scanned period of
-            layers. Layers that do not repeat run one by one.
+        remat: the part of a layer that the backward computes again: ``none``, ``full``, all but the matrix products
+            (``save_matmuls``), ``offload`` or ``auto``. A number from 0 to 1 is the share, in bytes, to keep of the
+            results of products and attention, first those with most FLOPs a byte.
+        scan: store repeating decoder layers stacked, and run them as one scanned layer or period of layers.
         reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates
             more; it is for models whose gradients fit on a device only when the batch axes split them.
 
@@ -79,19 +76,19 @@ class Compute:
                     + f"one of {', '.join(map(repr, choices))}"
                     + (", or a share from 0 to 1" if name == "remat" else ""),
                 )
-        number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
-        if not number or not 0 < self.capacity_factor < 2**31:
+        factor = self.capacity_factor
+        if not isinstance(factor, int | float) or factor is True or not 0 < factor < 2**31:
             raise UserError(
-                asked=f"Compute(capacity_factor={self.capacity_factor!r})",
+                asked=f"Compute(capacity_factor={factor!r})",
                 found="not a positive number",
                 why="it multiplies the slots each expert has for tokens",
                 instead="capacity_factor=1.25; the number of experts / experts per token drops nothing",
             )
         for name in ("router_loss", "scan"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(value := getattr(self, name), bool):
                 raise UserError(
-                    asked=f"Compute({name}={getattr(self, name)!r})",
-                    found=f"a {type(getattr(self, name)).__name__}",
+                    asked=f"Compute({name}={value!r})",
+                    found=f"a {type(value).__name__}",
                     why="it is either on or off",
                     instead=f"{name}=True or {name}=False",
                 )
@@ -136,7 +133,7 @@ class Recipe:
                 why="an axis splits the rows once",
                 instead=f"batch={tuple(dict.fromkeys(self.batch))}",
             )
-        for table in ("parameters", "optional", "activations"):
+        for table in _TABLES:
             _check_kind(table, getattr(self, table), Mapping, f"{table}={{pattern: layout, ...}}")
             for pattern, layout in getattr(self, table).items():
                 _check_layout(f"{table} line {pattern!r}", pattern, layout, self.mesh)
@@ -158,10 +155,8 @@ class Recipe:
     def with_mesh(self, text: str) -> Recipe:
         """This recipe with other ICI factors, e.g. ``fsdp=2,expert=4``. Axes keep their order and DCN factors.
 
-        An axis ``sequence``, which splits the tokens of each row, may be named though the recipe lacks it.
-
-        Raises:
-            UserError: ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
+        An axis ``sequence``, which splits the tokens of each row, may be named though the recipe lacks it. Raises
+        UserError if ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
         """
         pairs = [part.split("=") for part in text.split(",")]
         # nine digits are more devices than there are, and Python refuses to read thousands
@@ -184,21 +179,20 @@ class Recipe:
 
         It also splits the activations that batch axes split, and the weights that the first of these splits.
         """
-        mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         first = self.batch[0] if self.batch else SEQUENCE
 
         def cut(lines: Mapping[str, Layout]) -> dict[str, Layout]:
             return {k: {**line, SEQUENCE: line[first]} if first in line else line for k, line in lines.items()}
 
-        activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
         parameters, optional = cut(self.parameters), cut(self.optional)
+        activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
+        mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         return replace(self, mesh=mesh, parameters=parameters, optional=optional, activations=activations)
 
     def with_compute(self, text: str) -> Recipe:
         """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.
 
-        Raises:
-            UserError: ``text`` is not ``name=value,...``, or `Compute` has no such name or value.
+        Raises UserError if ``text`` is not ``name=value,...``, or `Compute` has no such name or value.
         """
         names = [f.name for f in fields(Compute)]
         changes = {}
@@ -220,36 +214,21 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as values for JSON, under its own names."""
-        tables = {
-            table: {pattern: layout_text(layout) for pattern, layout in getattr(self, table).items()}
-            for table in ("parameters", "optional", "activations")
-        }
-        return {
-            "name": self.name,
-            "mesh": {"axes": self.mesh.axes, "dcn": self.mesh.dcn},
-            "batch": list(self.batch),
-            **tables,
-            "compute": vars(self.compute),
-            "model": None if self.model is None else dict(self.model),
-        }
+        values: dict[str, Any] = {"name": self.name, "mesh": vars(self.mesh), "batch": list(self.batch)}
+        for table in _TABLES:
+            values[table] = {pattern: layout_text(layout) for pattern, layout in getattr(self, table).items()}
+        return {**values, "compute": vars(self.compute), "model": None if self.model is None else dict(self.model)}
 
 
 def layout_text(layout: Layout) -> dict[str, str]:
     """A layout as text: ``{"fsdp": Shard(0)}`` becomes ``{"fsdp": "Shard(0)"}``."""
-    return {
-        axis: f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
-        for axis, placement in layout.items()
-    }
+    return {axis: f"Shard({p.dim})" if isinstance(p, Shard) else "Replicate()" for axis, p in layout.items()}
 
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
     if not isinstance(value, kind):
-        raise UserError(
-            asked=f"{what}={value!r}",
-            found=f"a {type(value).__name__}",
-            why=f"{what} is a {kind.__name__}",
-            instead=instead,
-        )
+        found, why = f"a {type(value).__name__}", f"{what} is a {kind.__name__}"
+        raise UserError(asked=f"{what}={value!r}", found=found, why=why, instead=instead)
 
 
 def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> None:

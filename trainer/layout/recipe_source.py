@@ -15,13 +15,10 @@ def recipe_source(made: AutoRecipe, docstring: str) -> str:
     """Python that `shardwright.layout.load_recipe.load_recipe` reads, with comments, under ``docstring``."""
     recipe = made.recipe
     batch = ", ".join(map(json.dumps, recipe.batch)) + ("," if len(recipe.batch) == 1 else "")
-    table = [
-        line
-        for pattern, layout in recipe.parameters.items()
-        for line in _entry(
-            pattern, layout, [table[pattern] for table in (made.notes, made.undivided) if pattern in table]
-        )
-    ]
+    table: list[str] = []
+    for pattern, layout in recipe.parameters.items():
+        notes = [found[pattern] for found in (made.notes, made.undivided) if pattern in found]
+        table += _entry(pattern, layout, notes)
     pinned = ", ".join(f"{json.dumps(pattern)}: {_dict(layout)}" for pattern, layout in recipe.activations.items())
     body = [
         "recipe = Recipe(",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +31,7 @@ class Role:
 
     Args:
         cut: by tensor parallelism, so that values between a pair of projections stay on their device.
-        rest: by other axes, the best first where tensor parallelism cuts none; empty: it is replicated.
+        rest: by other axes, the best first; but what tensor parallelism has cut comes last. Empty: it is replicated.
         experts: the dimension that counts experts.
         vector: a bias, which is too small to be cut twice.
         note: the reason, if it is not obvious.
@@ -41,25 +43,14 @@ class Role:
     vector: bool = False
     note: str = ""
 
-    def order(self, cut: bool) -> tuple[int, ...]:
-        """The dimensions for other axes, the best first; ``cut``: tensor parallelism has cut its own."""
-        others = tuple(dim for dim in self.rest if dim != self.cut)
-        taken = tuple(dim for dim in self.rest if dim == self.cut)
-        return others + taken if cut else self.rest
-
 
 _WHOLE = Role()
 
 
 class Roles:
-    """The roles of a model's parameters, from names, shapes and transformers' own parallel plans.
+    """The roles of a model's parameters (also on meta), from names, shapes and transformers' own parallel plans.
 
-    Args:
-        model: also one on meta.
-        experts: names of its modules that hold experts.
-
-    Attributes:
-        count: experts in such a module; None without any.
+    ``experts`` are the names of its modules that hold experts, ``count`` how many are in such a module, None without.
     """
 
     def __init__(self, model: PreTrainedModel, experts: Sequence[str]) -> None:
@@ -79,7 +70,9 @@ class Roles:
         if module_name in self.experts or self.expert_plan.get(collapse(name)) == "grouped_gemm":
             return self._of_experts(name, shape)
         if any(f"{name}.".startswith(f"{router}.") for router in self.routers):
-            return _of_router(shape)
+            if len(shape) > 1 and shape[0] > _THIN:
+                return Role(rest=(1,), note="the router")
+            return Role(note="the router: small, and every token needs all of it" if len(shape) > 1 else "")
         linear = isinstance(module, _LINEAR)
         if len(shape) < 2:
             if linear and leaf == "bias":
@@ -92,11 +85,10 @@ class Roles:
             return _WHOLE
         if module in self.tokens or isinstance(module, nn.Embedding):
             return Role(cut=0, rest=(0, 1))
-        cut = self._cut(module_name, style) if linear else _literal(style, len(shape))
+        cut = self._cut(module_name) if linear and style is None else _literal(style, len(shape))
         # a pair's weights are gathered along the dimension between the two; others along the largest
-        return Role(
-            cut=cut, rest=tuple(sorted(range(len(shape)), key=lambda dim: (linear and dim != cut, -shape[dim])))
-        )
+        rest = sorted(range(len(shape)), key=lambda dim: (linear and dim != cut, -shape[dim]))
+        return Role(cut=cut, rest=tuple(rest))
 
     def _of_experts(self, name: str, shape: tuple[int, ...]) -> Role:
         """The role of a weight or bias ``[experts, …]`` of all experts."""
@@ -115,17 +107,15 @@ class Roles:
 
     def _routers(self) -> set[str]:
         """Names of the routers: modules or parameters beside experts with one output for each."""
-        parents = {name.rpartition(".")[0] for name in self.experts}
         found = set()
-        for parent in parents:
-            beside = [(name, m.parameters()) for name, m in self.modules[parent].named_children()]
-            beside += [(name, iter([p])) for name, p in self.modules[parent].named_parameters(recurse=False)]
-            for name, parameters in beside:
-                sizes = {len(p) for p in parameters if p.dim() > 1}
-                # one that writes the model's width is a shared expert, or the attention
-                if self.count in sizes and self.width not in sizes and f"{parent}.{name}" not in self.experts:
-                    found.add(f"{parent}.{name}")
-        return found
+        for parent in {name.rpartition(".")[0] for name in self.experts}:
+            lengths = defaultdict(set)
+            for name, parameter in self.modules[parent].named_parameters(remove_duplicate=False):
+                if parameter.dim() > 1:
+                    lengths[f"{parent}.{name.partition('.')[0]}"].add(len(parameter))
+            # one that writes the model's width is a shared expert, or the attention
+            found |= {name for name, each in lengths.items() if self.count in each and self.width not in each}
+        return found - self.experts
 
     def _style(self, name: str) -> str | None:
         """The plan's style for a parameter, or for the module whose weight or bias it is."""
@@ -133,11 +123,9 @@ class Roles:
         style = self.tensor_plan.get(kind, self.tensor_plan.get(kind.rpartition(".")[0]))
         return None if style in _GATHERED else style
 
-    def _cut(self, name: str, style: str | None) -> int | None:
+    def _cut(self, name: str) -> int | None:
         """The dimension of a linear module's weight that a pair cuts; None: it belongs to no pair."""
         module, width = self.modules[name], self._width_at(name)
-        if style is not None:
-            return _literal(style, 2)
         by_outputs, by_inputs = _output_dim(module), 1 - _output_dim(module)
         beside = [m for m in self.modules[name.rpartition(".")[0]].children() if isinstance(m, _LINEAR)]
         read, written = _ends(module)
@@ -155,21 +143,13 @@ class Roles:
     def _width_at(self, name: str) -> int:
         """The width of the residual stream around the module ``name``: a vision tower has its own."""
         while name:
-            config = getattr(self.modules[name], "config", None)
-            try:
-                if isinstance(width := getattr(config, "hidden_size", None), int):
+            # a value for each layer raises (transformers/integrations/heterogeneity/configuration_utils.py, 5.23)
+            with suppress(RuntimeError):
+                width = getattr(getattr(self.modules[name], "config", None), "hidden_size", None)
+                if isinstance(width, int):
                     return width
-            except RuntimeError:  # a value for each layer; integrations/heterogeneity/configuration_utils.py, 5.23
-                pass
             name = name.rpartition(".")[0]
         return self.width
-
-
-def _of_router(shape: tuple[int, ...]) -> Role:
-    """The role of a router's parameter."""
-    if len(shape) > 1 and shape[0] > _THIN:
-        return Role(rest=(1,), note="the router")
-    return Role(note="the router: small, and every token needs all of it" if len(shape) > 1 else "")
 
 
 def _ends(linear: nn.Module) -> tuple[int, int]:

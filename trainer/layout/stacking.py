@@ -14,11 +14,6 @@ def is_stacked(name: str) -> bool:
     return _STACK.search(name) is not None
 
 
-def stack_name(layers: str, which: str, rest: str) -> str:
-    """The name of the stack of ``rest`` in the layers ``which`` of the list ``layers``."""
-    return f"{layers}.{which}.{rest}"
-
-
 def numbers_of(name: str) -> range | None:
     """The numbers of the layers in the stack ``name``; None for all layers of the list."""
     found = _STACK.search(name)
@@ -33,10 +28,9 @@ def layer_name(name: str, layer: int) -> str:
 
 
 def layer_names(name: str, count: int) -> list[str]:
-    """The names of all layers' parameters in the stack ``name`` of ``count`` layers; ``[name]`` if it is no stack's.
+    """The names of all layers' parameters in the stack ``name``; ``[name]`` if it is no stack's.
 
-    Raises:
-        ValueError: the name has another number of layers.
+    Raises ValueError if the name has another number of layers than ``count``.
     """
     if not is_stacked(name):
         return [name]

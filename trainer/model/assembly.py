@@ -24,10 +24,7 @@ def assembled(
 ) -> tuple[PreTrainedModel, str]:
     """A copy of the adapted model that runs with these kernels; and why its layers can't be stacked, else "".
 
-    Args:
-        attends: the attention's name in transformers' registry.
-        kernel: the experts' name there; None: the model has none.
-        layers: stacked if they repeat, or each wrapped for rematerialization.
+    ``attends`` and ``kernel`` name the attention and the experts (None: there are none) in transformers' registries.
     """
     model = copy.deepcopy(facts.adapted(lora))
     attention.choose(model, attends)

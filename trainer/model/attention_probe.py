@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from shardwright.errors import UserError, in_short
 from shardwright.model.facts import ModelFacts, once
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole
-from shardwright.models.attention.attention_interface import (
-    MASKED,
-    NAME,
-    Unsupported,
-    bind,
-    choose,
-    masks_without_reads,
-)
+from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.pieces import from_pieces, to_pieces
 from shardwright.models.experts import experts_interface as experts
@@ -37,49 +30,47 @@ _TOKENS = 6  # tokens of each of the two documents
 _HEAD = 16  # the narrowest head of the small model
 _VOCABULARY = 64
 _WIDTH = re.compile(r"(size|dim|rank|width|d_model|d_ff|d_kv|n_embd|n_inner)$")
-_MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
+MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
 _REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")  # how far back a token sees
 _NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 
 
+@once
 def our_attention(facts: ModelFacts, length: int) -> str:
     """The one of our attentions under which the model runs at ``length`` tokens, tried on meta, without values.
 
-    ``NAME`` comes first, as the masks of ``MASKED`` are as large as the sequence's square.
-
-    Raises:
-        Unsupported: the model asks attention for something that neither supports.
-        UserError: neither runs, for another reason: the model looks at values.
+    ``NAME`` comes first, as the masks of ``MASKED`` are as large as a row's square. Raises UserError if the model asks
+    attention for something that neither supports, or looks at values.
     """
-    return _our_attention(facts, min(length, _MOST))
-
-
-@once
-def _our_attention(facts: ModelFacts, length: int) -> str:
-    model = facts.model
-    first = _runs_on_meta(model, NAME, length)
+    model, kind = facts.model, f"a model of type {facts.config.model_type!r}"
+    first = _runs_on_meta(model, attention.NAME, length)
     if first is None:
-        return NAME
-    if _runs_on_meta(model, MASKED, length) is None:
-        return MASKED
-    if isinstance(first, Unsupported):
-        raise first
+        return attention.NAME
+    if _runs_on_meta(model, attention.MASKED, length) is None:
+        return attention.MASKED
+    if isinstance(first, attention.Unsupported):
+        raise UserError(
+            asked=f"{kind} with attention={attention.NAME!r}",
+            found=str(first),
+            why="it would change the model's numbers",
+            instead="--compute attention=eager, which holds the scores of every head",
+        ) from first
     raise UserError(
-        asked=f"a model of type {model.config.model_type!r}",
+        asked=kind,
         found=f"its forward can't be run without values: {in_short(first)}",
         why="XLA compiles one graph of fixed shapes, before there is a value to look at",
         instead="a family whose shapes do not depend on its tokens, such as mixtral or llama",
     ) from first
 
 
-def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Exception | None:
+def _runs_on_meta(model: PreTrainedModel, name: str, length: int) -> Exception | None:
     model = copy.deepcopy(model).eval()
     torch.nn.Module.to(model, "meta")
-    choose(model, attention)
+    attention.choose(model, name)
     if experts_modules(model):
         experts.choose(model, "dense")  # the only one whose shapes depend on no value and no device
     try:
-        with torch.no_grad(), masks_without_reads():
+        with torch.no_grad(), attention.masks_without_reads():
             model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=False)
     except Exception as error:  # a family's code may raise anything when it looks at values
         return error
@@ -87,9 +78,9 @@ def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Except
 
 
 @once
-def leak(facts: ModelFacts, attention: str = NAME) -> str | None:
+def leak(facts: ModelFacts, name: str = attention.NAME) -> str | None:
     """The evidence that the model does not isolate documents, or why it can't be tried; None: it isolates them."""
-    found = _difference(facts.config, attention, _alone_and_behind)
+    found = _difference(facts.config, name, _alone_and_behind)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
@@ -97,29 +88,23 @@ def leak(facts: ModelFacts, attention: str = NAME) -> str | None:
 
 @once
 def mixes_in_order(facts: ModelFacts) -> str | None:
-    """The evidence that the order of a row's tokens matters beyond ``position_ids``, or why it can't be tried.
-
-    None: it does not matter, as in a model that mixes tokens only by our attention.
-    """
-    found = _difference(facts.config, NAME, _in_order_and_in_pieces)
+    """The evidence that a row's order of tokens matters beyond ``position_ids``, or why it can't be tried, or None."""
+    found = _difference(facts.config, attention.NAME, _in_order_and_in_pieces)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, its logits differ by {found:.1e} where a row's halves lie apart" if found > _NOISE else None
 
 
 @once
-def looks_ahead(facts: ModelFacts, attention: str) -> bool:
+def looks_ahead(facts: ModelFacts, name: str) -> bool:
     """Whether a token's logits were seen to depend on later tokens; False if the model can't be tried."""
-    found = _difference(facts.config, attention, _before_two_ends)
+    found = _difference(facts.config, name, _before_two_ends)
     return not isinstance(found, str) and found > _NOISE
 
 
 @once
 def text_part_differs(facts: ModelFacts) -> str | None:
-    """The evidence that a multimodal model's text part differs from the whole model on text, or why it can't be tried.
-
-    None: they are the same.
-    """
+    """The evidence that a multimodal model's text part differs from the whole, or why it can't be tried; or None."""
     found = _difference(facts.config, "eager", _alone_and_in_the_whole, text_in_whole)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
@@ -128,7 +113,7 @@ def text_part_differs(facts: ModelFacts) -> str | None:
 
 def _difference(
     config: PretrainedConfig,
-    attention: str,
+    name: str,
     run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]],
     build: Callable[[PretrainedConfig], PreTrainedModel] = meta_model,
 ) -> float | str:
@@ -140,8 +125,8 @@ def _difference(
     torch.set_num_threads(1)  # for matrices this small more threads would wait longer than they work
     try:
         model = _small_model(config, build)
-        choose(model, attention)
-        with torch.no_grad(), masks_without_reads():
+        attention.choose(model, name)
+        with torch.no_grad(), attention.masks_without_reads():
             first, second = run(model)
     except Exception as error:  # a family's code raises anything at sizes or arguments that it does not know
         return in_short(error)
@@ -152,9 +137,7 @@ def _difference(
 
 def _before_two_ends(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of a row's tokens but the last, with two different last tokens."""
-    # ids to which no family gives a special meaning, such as padding
-    row = torch.randint(2, _VOCABULARY - 2, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    rows = row.repeat(2, 1)
+    rows = _row(_TOKENS).repeat(2, 1)
     rows[1, -1] += 1
     first, second = model(input_ids=rows, use_cache=False).logits[:, :-1]
     return first, second
@@ -174,10 +157,10 @@ def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
 
 def _in_order_and_in_pieces(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of a row's tokens in their own order, and in the order of two devices' pieces."""
-    row = torch.randint(2, _VOCABULARY - 2, (1, 2 * _TOKENS), generator=torch.Generator().manual_seed(0))
+    row = _row(2 * _TOKENS)
     positions, segments = torch.arange(row.shape[1]), torch.ones_like(row[0])
     whole = _logits(model, row, positions, segments)
-    bind(model, KernelLayout((("sequence", 2),), sequence_axis="sequence"))
+    attention.bind(model, KernelLayout((("sequence", 2),), sequence_axis="sequence"))
     cut = _logits(model, to_pieces(row, 2, 1), to_pieces(positions, 2, 0), segments)
     return whole, from_pieces(cut, 2, 1)
 
@@ -189,25 +172,29 @@ def _alone_and_in_the_whole(whole: PreTrainedModel) -> tuple[torch.Tensor, torch
         owner, _, key = name.rpartition(".")
         if key in part.get_submodule(owner)._parameters:
             setattr(part.get_submodule(owner), key, whole.get_parameter(full))
-    row = torch.randint(2, _VOCABULARY - 2, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    first, second = (m(input_ids=row, use_cache=False).logits for m in (whole, part.double().eval()))
+    first, second = (m(input_ids=_row(_TOKENS), use_cache=False).logits for m in (whole, part.double().eval()))
     return first, second
+
+
+def _row(tokens: int) -> torch.Tensor:
+    """A row [1, S] of ids to which no family gives a special meaning, such as padding."""
+    return torch.randint(2, _VOCABULARY - 2, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
     """Logits of rows [R, S]; all have the same positions and segments [S]."""
     documents: dict[str, Any] = {"position_ids": positions.expand(ids.shape), "segment_ids": segments.expand(ids.shape)}
-    with masks_without_reads(documents["segment_ids"]):
+    with attention.masks_without_reads(documents["segment_ids"]):
         return model(input_ids=ids, use_cache=False, **documents).logits
 
 
 def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
     """The model on the CPU in float64, all widths divided by the same number, so that they still fit together."""
-    values = json.loads(json.dumps(config.to_dict(), default=str))
-    config = AutoConfig.for_model(**values)
+    written = json.loads(json.dumps(config.to_dict(), default=str))
+    config = AutoConfig.for_model(**written)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
-    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in values.items()}
+    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in written.items()}
     config = AutoConfig.for_model(**narrow)
     model = build(config)
     if experts_modules(model):
@@ -216,10 +203,12 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
     generator, drawn = torch.Generator().manual_seed(0), {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.shape not in drawn:
-                shared = _random(parameter.shape[-2:], generator).double().expand(parameter.shape)
-                drawn[parameter.shape] = torch.nn.Parameter(shared, requires_grad=False)
-            setattr(module, name, drawn[parameter.shape])
+            if (shape := parameter.shape) not in drawn:
+                values = torch.randn(shape[-2:], generator=generator)
+                # activations keep their size: matrices are scaled by fan-in, vectors about 1
+                values = values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + values / 10
+                drawn[shape] = torch.nn.Parameter(values.double().expand(shape), requires_grad=False)
+            setattr(module, name, drawn[shape])
     for module in map(model.get_submodule, experts_modules(model)):
         if all(parameter.dim() > 2 for parameter in module.parameters()):
             module.register_forward_pre_hook(_all_to_one)
@@ -231,29 +220,14 @@ def _all_to_one(experts: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     return tuple(a if torch.is_floating_point(a) else torch.zeros_like(a) for a in args)
 
 
-def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Random values that keep activations at their size: matrices scaled by fan-in, vectors about 1."""
-    drawn = torch.randn(shape, generator=generator)
-    return drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 10
-
-
 def _factor(config: PretrainedConfig) -> int:
     """The divisor of all widths: the largest power of two that leaves every head at least 16 wide."""
     text = config.get_text_config()
-    heads = [value for key, value in _numbers(text.to_dict()) if key.endswith("head_dim")]
+    heads = [int(size) for size in re.findall(r'head_dim": (\d+)', json.dumps(text.to_dict(), default=str))]
     if not heads and hasattr(text, "num_attention_heads"):
         heads.append(text.hidden_size // text.num_attention_heads)
     powers = [2**n for n in range(10) if math.gcd(*heads) % 2**n == 0 and min(heads, default=0) >= _HEAD * 2**n]
     return max(powers, default=1)
-
-
-def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """(key, number) of each integer in a config."""
-    if isinstance(values, dict):
-        for name, value in values.items():
-            yield from _numbers(value, name)
-    elif isinstance(values, int) and not isinstance(values, bool):
-        yield key, values
 
 
 def _narrower(value: Any, factor: int, key: str = "") -> Any:

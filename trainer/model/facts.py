@@ -36,17 +36,18 @@ def once(question: Callable[Concatenate[ModelFacts, P], R]) -> Callable[Concaten
 class ModelFacts:
     """A model on meta and its facts. All of it is read only: to change a model, copy it.
 
-    ``model`` is made by :func:`shardwright.model.meta_model.meta_model`, whose errors it raises.
+    Attributes:
+        model: made by :func:`shardwright.model.meta_model.meta_model`, whose errors it raises.
+        kind: the name of its class.
+        experts: the dotted names of its modules that hold experts.
+        parameters: how many numbers its parameters have, without LoRA factors.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.config, self.model = config, meta_model(config)
+        self.kind, self.experts = type(self.model).__name__, experts_modules(self.model)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.answers: dict[Any, Any] = {}
-
-    @property
-    def kind(self) -> str:
-        """The name of the model's class."""
-        return type(self.model).__name__
 
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
@@ -62,16 +63,6 @@ class ModelFacts:
     def is_part(self) -> bool:
         """Whether the whole has values that are not trained."""
         return len(self.names_in_whole) < len(self.whole.state_dict())
-
-    @functools.cached_property
-    def parameters(self) -> int:
-        """How many numbers the model's parameters have, without LoRA factors."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @functools.cached_property
-    def experts(self) -> list[str]:
-        """The dotted names of the modules that hold experts."""
-        return experts_modules(self.model)
 
     @functools.cached_property
     def routing(self) -> tuple[int, int] | None:
@@ -101,11 +92,6 @@ class ModelFacts:
             if any(b.dim() > 1 and limit in b.shape[:2] for b in module.buffers(recurse=False)):
                 found.append(limit)
         return min(found, default=None)
-
-    @functools.cached_property
-    def says_causal(self) -> bool:
-        """Whether an attention of the model has ``is_causal=True``."""
-        return any(getattr(module, "is_causal", None) is True for module in self.model.modules())
 
     @once
     def adapted(self, lora: Lora | None) -> PreTrainedModel:

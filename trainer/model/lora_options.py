@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, did_you_mean
 from shardwright.files.folder import Folder
-from shardwright.layout.adapter_layouts import with_factors
-from shardwright.layout.int8_layouts import with_int8
+from shardwright.layout.adapter_layouts import with_factors, with_int8
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import ModelFacts
@@ -29,6 +28,8 @@ from shardwright.models.experts.expert_families import experts_modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"
 _LARGEST = 1 << 24  # most bytes of a config
+# the errors that a malformed config raises
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error)
 # PEFT's other options of LoRA, and their values that mean "not used"
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -39,8 +40,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), (None,)),
     "monteclora_config": (None,),
 }
-# … and those that matter only for a new adapter
-_AT_THE_START: dict[str, tuple[Any, ...]] = {
+# … with those that matter only for a new adapter
+_PLAIN_AT_THE_START: dict[str, tuple[Any, ...]] = {
+    **_PLAIN,
     "init_lora_weights": (True,),
     "loftq_config": ({}, None),
     "task_type": (None, "CAUSAL_LM"),
@@ -50,13 +52,9 @@ _AT_THE_START: dict[str, tuple[Any, ...]] = {
 
 
 def lora_of(args: TrainingArguments, model: PreTrainedModel) -> Lora | None:
-    """The adapter that the run trains; None: it trains all weights.
+    """The adapter that the run trains beside ``model``, transformers' own on meta; None: it trains all weights.
 
-    Args:
-        model: transformers' own, on meta.
-
-    Raises:
-        UserError: the model lacks a target, or the adapter in the folder can't be continued.
+    Raises UserError if the model lacks a target, or the adapter in the folder can't be continued.
     """
     if args.adapter is not None:
         return read_config(Folder(args.adapter), model)
@@ -93,17 +91,15 @@ def described(lora: Lora, adapted: PreTrainedModel) -> str:
 
 def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
     """Raises UserError unless the checkpoint in ``folder`` has the adapter ``lora``."""
-    saved = read_config(folder, model)
-    if saved != lora:
-        fields = ("r", "alpha", "rslora", "targets")
-        name = next(name for name in fields if getattr(saved, name) != getattr(lora, name))
-        raise UserError(
-            asked=f"to go on from {folder}",
-            found=f"its adapter's {name} is {str(getattr(saved, name))[:200]}, the run's "
-            f"{str(getattr(lora, name))[:200]}",
-            why="the same factors would mean another model",
-            instead="the options that it was saved with (its training_args.json has them)",
-        )
+    saved = vars(read_config(folder, model))
+    for name, ours in vars(lora).items():
+        if saved[name] != ours:
+            raise UserError(
+                asked=f"to go on from {folder}",
+                found=f"its adapter's {name} is {str(saved[name])[:200]}, the run's {str(ours)[:200]}",
+                why="the same factors would mean another model",
+                instead="the options that it was saved with (its training_args.json has them)",
+            )
 
 
 def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
@@ -129,16 +125,19 @@ def _targets(asked: str, model: PreTrainedModel) -> list[str]:
     """The names of the weights that ``--lora_target`` means."""
     known = adapted_shapes(model)
     if asked == ALL:
-        found = _inner(model)
-    else:
-        found = []
-        for word in filter(None, (word.strip() for word in asked.split(","))):
-            mine = [name for name in known if _matches(word, name)]
-            if not mine:
-                raise _no_target(word, model, known)
-            found += [name for name in mine if name not in found]
-    if not found:
-        raise _no_target(asked, model, known)
+        picked = {ALL: _inner(model)}
+    else:  # words that the names of linear layers, or of experts' parameters, end in
+        words = filter(None, map(str.strip, asked.split(",")))
+        picked = {w: [name for name in known if f".{name}".endswith((f".{w}", f".{w}.weight"))] for w in words}
+    for word in (word for word, names in (picked or {asked: []}).items() if not names):
+        endings = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in known})
+        raise UserError(
+            asked=f"--lora_target {word}",
+            found=f"no linear layer and no experts' weight of {type(model).__name__} has that name",
+            why="an adapter stands beside a weight",
+            instead=f"{did_you_mean(word, endings)}{ALL}, or some of {','.join(endings)}",
+        )
+    found = [name for names in picked.values() for name in names]
     _check_untied(found, model)
     return [name for name in known if name in found]
 
@@ -149,44 +148,23 @@ def _inner(model: PreTrainedModel) -> list[str]:
     return [name for name in adapted_shapes(model) if model.get_submodule(name.rpartition(".")[0]) is not head]
 
 
-def _matches(word: str, name: str) -> bool:
-    """Whether the name of the linear layer, or of the experts' parameter, ends in ``word``."""
-    return f".{name}".endswith((f".{word}", f".{word}.weight"))
-
-
-def _no_target(word: str, model: PreTrainedModel, known: Iterable[str]) -> UserError:
-    words = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in known})
-    return UserError(
-        asked=f"--lora_target {word}",
-        found=f"no linear layer and no experts' weight of {type(model).__name__} has that name",
-        why="an adapter stands beside a weight",
-        instead=f"{did_you_mean(word, words)}{ALL}, or some of {','.join(words)}",
-    )
-
-
 def _check_untied(targets: Iterable[str], model: nn.Module) -> None:
-    shared: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
-    tied = {name: names for names in shared.values() if len(names) > 1 for name in names}
-    for name in targets:
-        if name in tied:
-            other = next(other for other in tied[name] if other != name)
-            raise UserError(
-                asked=f"an adapter of {name}",
-                found=f"it is tied to {other}",
-                why="the two are one weight, and an adapter would change one of them alone",
-                instead=f"another --lora_target, such as {ALL}",
-            )
+    named = dict(model.named_parameters(remove_duplicate=False))
+    uses = Counter(map(id, named.values()))
+    for name in (name for name in targets if uses[id(named[name])] > 1):
+        raise UserError(
+            asked=f"an adapter of {name}",
+            found=f"it is tied to {next(n for n, p in named.items() if p is named[name] and n != name)}",
+            why="the two are one weight, and an adapter would change one of them alone",
+            instead=f"another --lora_target, such as {ALL}",
+        )
 
 
 def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """The content of the adapter's `adapter_config.json` for PEFT.
+    """The content of the adapter's `adapter_config.json`, for PEFT to load onto ``model``.
 
-    Args:
-        model: the model that PEFT will load it onto.
-        base: hub id or folder of that model's weights.
-        names: the adapted model's names → those of ``model``; absent names are the same in both.
+    ``base`` is the hub id or folder of that model's weights, ``names`` the adapted model's names → those of ``model``,
+    where they differ.
     """
     experts = experts_modules(model)
     full = [names.get(name, name) for name in lora.targets]
@@ -221,42 +199,42 @@ def _short(chosen: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
-    """The adapter that ``folder`` describes, for ``model``.
-
-    Raises:
-        UserError: there is none, it is no plain LoRA, or ``model`` lacks its targets.
-    """
+    """The adapter in ``folder``, or UserError: there is none, it is no plain LoRA, or ``model`` lacks its targets."""
     asked = f"the adapter in {folder}"
     try:
         if folder.size(CONFIG) > _LARGEST:
             raise ValueError("too large for a config")
         values = json.loads(folder.read(CONFIG))
-        found = _read_values(values, model)
-    except UserError as error:
-        raise _unreadable(asked, f"{error.asked}: {error.found}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
-        raise _unreadable(asked, f"{CONFIG}: {type(error).__name__}: {error}") from error
-    _check_plain(values, found, model, asked)
-    return found
+        lora = _read_values(values, model)
+    except (UserError, *_MALFORMED) as error:
+        raise UserError(
+            asked=asked,
+            found=f"{error.asked}: {error.found}"
+            if isinstance(error, UserError)
+            else f"{CONFIG}: {type(error).__name__}: {error}",
+            why=f"an adapter is a folder with {CONFIG} and {WEIGHTS}, as PEFT saves one",
+            instead="a run's model/ folder, or one that PEFT's save_pretrained wrote",
+        ) from error
+    _check_plain(values, lora, model, asked, _PLAIN)
+    return lora
 
 
 def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     """The options of a new adapter like PEFT's ``LoraConfig`` with the fields ``values``.
 
-    Raises:
-        UserError: it is no plain LoRA of weights of ``model``; names the field.
+    Raises UserError, which names the field, if it is no plain LoRA of weights of ``model``.
     """
     asked = "peft_config=LoraConfig(…)"
     try:
         found = _read_values(values, model)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
+    except _MALFORMED as error:
         raise UserError(
             asked=asked,
             found=f"{type(error).__name__}: {error}",
             why="it describes no LoRA adapter",
             instead="peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')",
         ) from error
-    _check_plain(values, found, model, asked, _AT_THE_START)
+    _check_plain(values, found, model, asked, _PLAIN_AT_THE_START)
     if values.get("target_modules") == ALL and not values.get("target_parameters"):
         # PEFT's "all-linear" includes experts only if transformers 4 had them as linear layers (Mixtral)
         words = [ALL]
@@ -266,11 +244,7 @@ def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, A
 
 
 def _read_values(values: Mapping[str, Any], model: PreTrainedModel) -> Lora:
-    """The adapter in the fields of an ``adapter_config.json``.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, re.error: they describe none.
-    """
+    """The adapter in the fields of an ``adapter_config.json``; raises one of ``_MALFORMED`` if they describe none."""
     if values.get("peft_type") != "LORA":
         raise ValueError(f"peft_type {values.get('peft_type')!r:.80}")
     r, alpha, rslora = values["r"], values["lora_alpha"], bool(values.get("use_rslora"))
@@ -280,23 +254,18 @@ def _read_values(values: Mapping[str, Any], model: PreTrainedModel) -> Lora:
 
 
 def _check_plain(
-    values: Mapping[str, Any],
-    found: Lora,
-    model: PreTrainedModel,
-    asked: str,
-    further: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    values: Mapping[str, Any], lora: Lora, model: PreTrainedModel, asked: str, plain: Mapping[str, tuple[Any, ...]]
 ) -> None:
     """Refuse fields beyond plain LoRA, and an adapter without targets in the model."""
-    plain = {**_PLAIN, **further}
     more = [f"{key}={values[key]!r:.80}" for key, known in plain.items() if values.get(key, known[0]) not in known]
-    if more or not found.targets:
+    if more or not lora.targets:
         raise UserError(
             asked=asked,
             found=", ".join(more) or f"none of its targets is a weight of {type(model).__name__} that can be adapted",
             why="two factors beside each adapted weight, and nothing else, is what is trained and merged here",
             instead="an adapter of plain LoRA for this model",
         )
-    _check_untied(found.targets, model)
+    _check_untied(lora.targets, model)
 
 
 def _chosen(values: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
@@ -304,23 +273,15 @@ def _chosen(values: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
     known, experts = adapted_shapes(model), experts_modules(model)
     modules, parameters = values.get("target_modules") or [], values.get("target_parameters") or []
     if modules == ALL:
-        modules = [n.removesuffix(".weight") for n in _targets(ALL, model) if n.rpartition(".")[0] not in experts]
+        modules = [owner for name in _targets(ALL, model) if (owner := name.rpartition(".")[0]) not in experts]
     found = []
     for name in known:
-        if name.rpartition(".")[0] in experts:
+        owner, _, _ = name.rpartition(".")
+        if owner in experts:
             hit = any(f".{name}".endswith(f".{word}") for word in parameters)
         elif isinstance(modules, str):
-            hit = re.fullmatch(modules, name.removesuffix(".weight")) is not None
+            hit = re.fullmatch(modules, owner) is not None
         else:
-            hit = any(f".{name}".endswith(f".{word}.weight") for word in modules)
+            hit = any(f".{owner}".endswith(f".{word}") for word in modules)
         found += [name] if hit else []
     return found
-
-
-def _unreadable(asked: str, found: str) -> UserError:
-    return UserError(
-        asked=asked,
-        found=found,
-        why=f"an adapter is a folder with {CONFIG} and {WEIGHTS}, as PEFT saves one",
-        instead="a run's model/ folder, or one that PEFT's save_pretrained wrote",
-    )

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -47,8 +45,7 @@ def model_path(model: str) -> str:
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     """The config of ``model``: a folder with a ``config.json``, such a file, or a hub id; None: the recipe's.
 
-    Raises:
-        UserError: nothing is there, the config is unreadable, or it is None and the recipe has no default model.
+    Raises UserError if nothing is there, the config is unreadable, or the recipe has no default model.
     """
     if model is None and recipe.model is None:
         raise UserError(
@@ -59,8 +56,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             "mixtral_ep",
         )
     if model is not None:
-        model = model_path(model)
-        path = Path(model)
+        path = Path(model := model_path(model))
         looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
         # os.path.isfile, since a Path's would raise for a name that is too long
         config_file = path / "config.json" if os.path.isdir(path) else path
@@ -76,9 +72,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             return config_of(recipe.model or {})
         _check_sizes(PretrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
-    # each means that no config can be read.
-    except Exception as error:
+    except Exception as error:  # transformers and the hub client raise many types when no config can be read
         raise UserError(
             asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
             found=in_short(error),
@@ -89,10 +83,9 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
 
 
 def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of these values, ``model_type`` among them.
+    """The config of these values, ``model_type`` among them; raises ValueError for absurd sizes, as `_check_sizes` has.
 
-    Raises:
-        ValueError: absurdly many layers, or wide ones. Other errors, of many types: transformers refuses a value.
+    transformers raises errors of many types where it refuses a value.
     """
     _check_sizes(values)
     return AutoConfig.for_model(**values)
@@ -110,22 +103,6 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
         elif str(name).endswith("dim") and isinstance(value, int) and value > MOST_WIDE:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_WIDE:,} is the widest")
-
-
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Within the ``with``, building more modules than any model has raises ValueError; nothing else would end it."""
-    made = itertools.count(1)
-
-    def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if next(made) > MOST_MODULES:
-            raise ValueError(f"a model of more than {MOST_MODULES:,} modules")
-
-    handle = nn.modules.module.register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class _Unallocated(TorchFunctionMode):
@@ -150,7 +127,7 @@ class _Unallocated(TorchFunctionMode):
 
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether the model of ``config`` has a text part beside others, such as a vision tower."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -161,12 +138,11 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
     Weights are float32 whatever the config's dtype: training keeps them so, also under bfloat16 compute.
 
-    Raises:
-        UserError: the config has no causal-LM head, or transformers cannot build the model from it.
+    Raises UserError if the config has no causal-LM head, or transformers cannot build the model from it.
     """
     if is_multimodal(config):
         return _text_part(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
             found="a model without a causal-LM head",
@@ -195,32 +171,23 @@ def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, s
 
     The outermost model of transformers in ``part`` whose class occurs just once in ``whole`` is taken for the same.
     """
-    state, found = whole.state_dict(), None
+    mine, theirs = part.state_dict(), whole.state_dict()
     models = [(name, module) for name, module in part.named_modules() if isinstance(module, PreTrainedModel)]
     for prefix, module in models:  # the outermost first
         places = [name for name, other in whole.named_modules() if type(other) is type(module)]
-        if len(places) == 1 and found is None:
-            found = {name: _moved(name, prefix, places[0]) for name in part.state_dict()}
-    if found is None or any(
-        full not in state or state[full].shape != tensor.shape
-        for full, tensor in zip(found.values(), part.state_dict().values(), strict=True)
-    ):
-        return None
-    return found
-
-
-def _moved(name: str, prefix: str, place: str) -> str:
-    """``name`` with its module ``prefix`` replaced by ``place``; unchanged if outside of ``prefix``."""
-    if prefix and not name.startswith(f"{prefix}."):
-        return name
-    return f"{place}.{name.removeprefix(f'{prefix}.') if prefix else name}".removeprefix(".")
+        if len(places) == 1:
+            inside, place = (f"{name}." if name else "" for name in (prefix, places[0]))
+            found = {name: place + name.removeprefix(inside) if name.startswith(inside) else name for name in mine}
+            fits = all(full in theirs and theirs[full].shape == mine[name].shape for name, full in found.items())
+            return found if fits else None
+    return None
 
 
 def _text_part(config: PretrainedConfig) -> PreTrainedModel:
     whole, text = whole_model(config), copy.deepcopy(config.get_text_config())
     text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
     for known in (text, config):  # a few families' class of the text alone takes the whole config
-        if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(known) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             try:
                 part = _on_meta(AutoModelForCausalLM.from_config, known)
             except UserError:  # some of these classes can't be built from the config that maps to them
@@ -233,8 +200,13 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
 def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model of a multimodal ``config`` on meta, without the parameters that text never meets."""
     whole = whole_model(config)
-    kept = {id(module) for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
-    _empty(whole, kept)
+    kept = {module for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
+    for module in [module for module in whole.modules() if module not in kept]:
+        for name in list(module._parameters):
+            module.register_parameter(name, None)
+        for name, child in list(module.named_children()):
+            if kept.isdisjoint(child.modules()):
+                setattr(module, name, nn.Identity())
     return whole
 
 
@@ -251,30 +223,23 @@ def _head(whole: PreTrainedModel) -> nn.Module:
     return head
 
 
-def _empty(module: nn.Module, kept: set[int]) -> None:
-    """Remove the submodules and parameters of ``module`` that are not ``kept``."""
-    for name in list(module._parameters):
-        module.register_parameter(name, None)
-    for name, child in list(module.named_children()):
-        if id(child) in kept:
-            continue
-        if any(id(inner) in kept for inner in child.modules()):
-            _empty(child, kept)
-        else:
-            setattr(module, name, nn.Identity())
-
-
 def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:
     """``model`` built again, with transformers' own initial values in modules of class ``kind``."""
     return _on_meta(type(model)._from_config, model.config, kind)  # semi-private: modeling_utils.py, transformers 5.23
 
 
-@contextlib.contextmanager
-def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
-    """Within the ``with``, modules move each new parameter to meta, except modules of class ``real``.
+def _on_meta(
+    build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
+) -> PreTrainedModel:
+    """``build(config)``, a ``from_config`` of transformers, on meta; modules of class ``real`` have values.
 
     Unlike under ``torch.device("meta")``, buffers keep their values: RoPE's frequencies are in no checkpoint.
     """
+    made = itertools.count(1)
+
+    def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if next(made) > MOST_MODULES:  # nothing else would end it
+            raise ValueError(f"a model of more than {MOST_MODULES:,} modules")
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         # an adapted class of ours is a subclass of transformers', with other methods
@@ -282,28 +247,21 @@ def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    # torch types the hook as returning nothing, yet uses its result
-    handle = nn.modules.module.register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    hooks = nn.modules.module
     try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _on_meta(
-    build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
-) -> PreTrainedModel:
-    """``build(config)``, a ``from_config`` of transformers, on meta; modules of class ``real`` have values."""
-    try:
-        with _parameters_on_meta(real), _bounded(), _Unallocated():
+        with (
+            hooks.register_module_module_registration_hook(count),
+            # torch types the hook as returning nothing, yet uses its result
+            hooks.register_module_parameter_registration_hook(move),  # type: ignore[arg-type]
+            _Unallocated(),
+        ):
             # a copy: choosing a model's kernels writes into its config
             model = build(copy.deepcopy(config), dtype=torch.float32)
         expert_families.adapt(model)
         model.tie_weights()  # each assignment has made a new parameter, and ties are lost
         # all callers need these two, so their absence is an error here
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
-    # the sizes in a config are the user's, and may break a model with any error
-    except Exception as error:
+    except Exception as error:  # the sizes in a config are the user's, and may break a model with any error
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
             found=in_short(error),

@@ -6,7 +6,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.recipe import Recipe
-from shardwright.model.attention_probe import leak, looks_ahead, mixes_in_order, our_attention, text_part_differs
+from shardwright.model import attention_probe
 from shardwright.model.facts import ModelFacts, stated
 from shardwright.model.meta_model import is_multimodal
 from shardwright.models.attention import attention_interface as attention
@@ -15,8 +15,7 @@ from shardwright.models.experts.routing import routers, selection_biases
 
 def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> None:
     """Raises UserError for a model that can't be trained with ``recipe`` and ``args`` on any devices."""
-    _check_text_part(facts)
-    _check_heads(facts)
+    _check_family(facts)
     name = attention_of(recipe, args, facts)
     if args.isolate_documents:
         _check_isolation(recipe, facts, name)
@@ -30,27 +29,25 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
 def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> str:
     """The name of the recipe's attention in transformers' registry; for ours, the variant that the model needs."""
     asked = recipe.compute.attention
-    if asked != attention.NAME:
-        return asked
-    try:
-        return our_attention(facts, args.sequence_length)
-    except attention.Unsupported as error:
-        raise UserError(
-            asked=f"a model of type {facts.config.model_type!r} with attention={asked!r}",
-            found=str(error),
-            why="it would change the model's numbers",
-            instead="--compute attention=eager, which holds the scores of every head",
-        ) from error
+    length = min(args.sequence_length, attention_probe.MOST)
+    return attention_probe.our_attention(facts, length) if asked == attention.NAME else asked
 
 
-def _check_text_part(facts: ModelFacts) -> None:
-    found = text_part_differs(facts) if is_multimodal(facts.config) else None
-    if found is not None:
+def _check_family(facts: ModelFacts) -> None:
+    if is_multimodal(facts.config) and (found := attention_probe.text_part_differs(facts)) is not None:
         raise UserError(
             asked=f"a model of type {facts.config.model_type!r}, of which {facts.kind} is the text part",
             found=found,
             why="the text part is trained alone, so it must compute what the whole model computes of text",
             instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
+        )
+    heads, shared = (stated(facts.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        raise UserError(
+            asked=f"a model of type {facts.config.model_type!r}",
+            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
+            why="each key head serves equally many query heads",
+            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
         )
 
 
@@ -62,8 +59,7 @@ def _check_isolation(recipe: Recipe, facts: ModelFacts, name: str) -> None:
             why="it does not know documents by their segment_ids: tokens would see other documents",
             instead=f"attention={attention.NAME!r}, the default",
         )
-    found = leak(facts, name)
-    if found is not None:
+    if (found := attention_probe.leak(facts, name)) is not None:
         raise UserError(
             asked=f"--isolate_documents with a model of type {facts.config.model_type!r}",
             found=found,
@@ -85,23 +81,20 @@ def _check_split_rows(recipe: Recipe, facts: ModelFacts, name: str) -> None:
     elif dropout:
         found = f"attention_dropout={dropout}, which the ring of keys and values has not"
     else:
-        found = mixes_in_order(facts)
+        found = attention_probe.mixes_in_order(facts)
     if found is not None:
-        without = {axis: s for axis, s in recipe.mesh.axes.items() if axis != SEQUENCE}
+        rest = next((axis for axis in recipe.mesh.axes if axis != SEQUENCE), "fsdp")
         raise UserError(
             asked=f"a mesh with {SEQUENCE}={size} and a model of type {facts.config.model_type!r}",
             found=found,
             why="devices that share a row pass keys and values to each other and nothing else: what mixes tokens in "
             "another way would see the wrong ones",
-            instead=f"{SEQUENCE}=1, with "
-            + (", ".join(f"{axis}=-1" for axis in list(without)[:1]) or "fsdp=-1")
-            + "; or a model such as llama, qwen3, mixtral or gpt_oss",
+            instead=f"{SEQUENCE}=1, with {rest}=-1; or a model such as llama, qwen3, mixtral or gpt_oss",
         )
 
 
 def _check_positions(args: TrainingArguments, facts: ModelFacts) -> None:
-    most = facts.positions
-    if most is not None and args.sequence_length > most:
+    if (most := facts.positions) is not None and args.sequence_length > most:
         raise UserError(
             asked=f"--sequence_length {args.sequence_length}",
             found=f"{facts.kind} has {most} positions",
@@ -112,23 +105,13 @@ def _check_positions(args: TrainingArguments, facts: ModelFacts) -> None:
 
 def _check_causal(name: str, facts: ModelFacts) -> None:
     """Refuse a model that sees the tokens that it predicts. One that says it is causal is not tried."""
-    if not facts.says_causal and looks_ahead(facts, name):
+    says_so = any(getattr(module, "is_causal", None) is True for module in facts.model.modules())
+    if not says_so and attention_probe.looks_ahead(facts, name):
         raise UserError(
             asked=f"a model of type {facts.config.model_type!r} with attention={name!r}",
             found="tried small, a token's logits depend on later tokens",
             why="training predicts the next token, which the model would see",
             instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",
-        )
-
-
-def _check_heads(facts: ModelFacts) -> None:
-    heads, shared = (stated(facts.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
-        raise UserError(
-            asked=f"a model of type {facts.config.model_type!r}",
-            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
-            why="each key head serves equally many query heads",
-            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
         )
 
 

@@ -29,12 +29,7 @@ def unused_parameters(facts: ModelFacts, lora: Lora | None, router_loss: bool) -
     """The names of the adapted model's parameters that no gradient reaches; and why they can't be found, or None.
 
     They can't if the model reads values while it runs. Then only parameters that the family itself freezes are named.
-
-    Args:
-        router_loss: whether the model's load-balancing loss is part of the loss.
-
-    Raises:
-        UserError: no parameter takes part in the loss.
+    ``router_loss``: the model's load-balancing loss is part of the loss. UserError: no parameter takes part in it.
     """
     model = facts.adapted(lora)
     named = list(model.named_parameters())
@@ -84,14 +79,12 @@ def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
-    """The numbers of the parameters that a backward from ``loss`` would reach."""
+    """The numbers of the parameters that a backward from ``loss`` would reach, and -1 for whatever else it does."""
     seen, found, left = set(), set(), [loss.grad_fn]
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None and hasattr(leaf, "number"):
-            found.add(leaf.number)
-        left += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(getattr(getattr(node, "variable", None), "number", -1))
+            left += [following for following, _ in node.next_functions]
     return found

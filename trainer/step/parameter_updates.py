@@ -10,9 +10,8 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.layout.optimizer_state import StateTensor, optimizer_of
 from shardwright.layout.partition import PartitionSpec, axes_of, partition_spec
-from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.stacking import is_stacked
 from shardwright.optimizers.optimizer import Axes, OnMesh, Optimizer, State, Update
 from shardwright.xla import sharding
@@ -36,7 +35,7 @@ class ParameterUpdates:
 
     rules: Mapping[str, Optimizer]
     layouts: Mapping[str, OnMesh]
-    state: Mapping[str, tuple[StateTensor, ...]]
+    state: Mapping[str, tuple[ParameterPlan, ...]]
     specs: Mapping[str, tuple[PartitionSpec, ...]]
     weight_decay: float
     decay: frozenset[str]
@@ -65,7 +64,7 @@ def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, 
     specs = {
         name: tuple(partition_spec(kept.layout, len(kept.shape), axes) for kept in both) for name, both in state.items()
     }
-    rules = {entry.name: args.rule(optimizer_of(args.optim, entry.name, entry.shape)) for entry in entries}
+    rules = {entry.name: args.rule(entry.optimizer(args.optim)) for entry in entries}
     layouts = {entry.name: lay_on(mesh, plan.specs[entry.name], is_stacked(entry.name)) for entry in entries}
     return ParameterUpdates(rules, layouts, state, specs, args.weight_decay, decay_names(model))
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from shardwright.files.arrays import Array, Stack
 from shardwright.job import Job
-from shardwright.layout.optimizer_state import StateTensor
 from shardwright.layout.partition import PartitionSpec
+from shardwright.layout.plan import ParameterPlan
 from shardwright.models.ops import random_bits, scopes
 from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
@@ -172,7 +172,9 @@ class TrainStep:
                 kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
-    def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> torch.Tensor:
+    def _placed_state(
+        self, name: str, kept: ParameterPlan, spec: PartitionSpec, restored: Source | None
+    ) -> torch.Tensor:
         """A tensor of the state of parameter ``name`` on the mesh: its ``restored`` values, or zeros."""
         full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
