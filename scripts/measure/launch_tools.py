@@ -164,10 +164,10 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
     (scratch / "python").chmod(0o755)
     environment = {**os.environ, "PATH": f"{scratch}:{os.environ['PATH']}"}
     command = pod["containers"][0]["command"]
-    with subprocess.Popen(command, cwd=scratch, env=environment, stdout=subprocess.DEVNULL) as process:
-        _until((scratch / "ready").exists, 30)
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=60)
+    process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=subprocess.DEVNULL)
+    _until((scratch / "ready").exists, 30)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(timeout=60)
     assert code == 75, f"exit code {code}"
     yield "its shell, run here, hands SIGTERM to training and ends with 75"
 
