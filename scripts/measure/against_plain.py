@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,31 +104,21 @@ def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, dict[str,
     model.zero_grad()
     loss = model(**batch, use_cache=False, **extra).loss
     loss.backward()
-    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    return loss.item(), found
+    return loss.item(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
     """The verdict on our step: its loss and gradients against those of ``case``."""
+    about: dict[str, Any] = {}
     try:
         job = job_of(facts_of(case.config), mesh, scan)
-    except UserError as error:
-        return {"verdict": "refused", "cause": _in_words(error)}
-    except Exception as error:
-        return {"verdict": "error", "cause": f"assembling: {_where(error)}"}
-    compute = job.recipe.compute
-    about = {
-        "kind": kind_of(job.model),
-        "layers": cut_of(job.stored),
-        "notice": getattr(job, "notice", ""),
-        "kernels": ", ".join(filter(None, (compute.attention, compute.experts))),
-    }
-    try:
+        kernels = filter(None, (job.recipe.compute.attention, job.recipe.compute.experts))
+        about |= {"kind": kind_of(job.model), "layers": cut_of(job.stored), "kernels": ", ".join(kernels)}
         loss, gradients = _ours(job, case)
     except UserError as error:
-        return {**about, "verdict": "refused", "cause": _in_words(error)}
+        return {**about, "verdict": "refused", "cause": f"{error.found}: {error.why}"}
     except Exception as error:
-        return {**about, "verdict": "error", "cause": _where(error)}
+        return {**about, "verdict": "error", "cause": f"{'' if about else 'assembling: '}{_where(error)}"}
     return {**about, **judged(case, loss, gradients)}
 
 
@@ -184,11 +175,8 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     allowed |= {name: MOST for name, gradient in gradients.items() if gradient.numel() == 1}
     beyond = sorted((k for k in off if not off[k] <= allowed.get(k, TOLERANCE)), key=lambda k: -off[k])
     if beyond or not loss_off <= TOLERANCE:
-        return {
-            **result,
-            "verdict": "wrong",
-            "cause": f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}",
-        }
+        cause = f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}"
+        return {**result, "verdict": "wrong", "cause": cause}
     return {**result, "verdict": "pass", "cause": f"float32's own rounding there: {own[where][0]:.0e}"}
 
 
@@ -237,33 +225,25 @@ def cut_of(plan: ShardingPlan) -> str:
             sizes[found[1]] += math.prod(parameter.shape)
     stored = lists[sizes.most_common(1)[0][0]] if lists else {}
     text: list[str] = []
-    for which, layers in itertools.groupby(stored.items(), _run):
-        text.append(f"{which[0]} × {which[1]}" if which[1] > 1 else str(len(list(layers))))
+    for (period, count), layers in itertools.groupby(stored.items(), _period):
+        text.append(f"{period} × {count}" if count > 1 else str(len(list(layers))))
     return " + ".join(text)
 
 
-def _run(stored: tuple[str, int]) -> tuple[int, int]:
-    """(period, repetitions) of layers stored under such a number; (0, 1) for a single layer."""
+def _period(stored: tuple[str, int]) -> tuple[int, int]:
+    """(period, repetitions) of layers stored under such a number; (1, 1) for a single layer."""
     number, count = stored
-    step = number.split(":")[2:]
-    return (int(step[0]) if step else 1, count) if count > 1 else (0, 1)
+    return int(number.split(":")[2]) if count > 1 and number.count(":") == 2 else 1, count
 
 
 def kind_of(model: PreTrainedModel) -> str:
     """The kind of layers in words: experts or dense; and hybrid if not only attention mixes tokens."""
-    other = {type(m).__name__ for m in model.modules()}
-    mixes = any(
-        re.search(r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM", n)
-        for n in other
-    )
-    sparse = bool(experts_modules(model)) or any(re.search(r"MoE|Moe[A-Z]|Experts", n) for n in other)
-    return ("experts" if sparse else "dense") + (", hybrid" if mixes else "")
-
-
-def _in_words(error: UserError) -> str:
-    return f"{error.found}: {error.why}"
+    classes = " ".join({type(module).__name__ for module in model.modules()})
+    mixers = r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM"
+    sparse = experts_modules(model) or re.search(r"MoE|Moe[A-Z]|Experts", classes)
+    return ("experts" if sparse else "dense") + (", hybrid" if re.search(mixers, classes) else "")
 
 
 def _where(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{in_short(error)} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+    return f"{in_short(error)} ({Path(place.filename).name}:{place.lineno})"
