@@ -29,36 +29,24 @@ def main(words: Sequence[str], description: str | None) -> int:
     Raises:
         UserError: bad options, or a command that failed.
     """
-    own, train = _split(list(words))
-    target = own[0] if own and not own[0].startswith("-") else None
-    (options,) = parse([LaunchArguments], own[1:] if target else own, description, _epilog())
-    if target is None:
-        find_target(own[0] if own else "(none)")
-    request = read_request(str(target), options, train)
-    plan = TARGETS[str(target)].plan(request)
+    at = list(words).index("--") if "--" in words else len(words)
+    own, train = words[:at], words[at + 1 :]
+    needs = {name: ", ".join(f"--{key}" for key in each.needs) for name, each in TARGETS.items()}
+    rows = (f"  {name:<9} {'needs ' + text if text else ''}".rstrip() for name, text in needs.items())
+    epilog = "\n".join(["Targets, each of which needs --topology too:", *rows])
+    name = own[0] if own and not own[0].startswith("-") else None
+    (options,) = parse([LaunchArguments], own if name is None else own[1:], description, epilog)
+    target = find_target(name or (own[0] if own else "(none)"))
+    plan = target.plan(read_request(str(name), options, train))
     folder = Path(os.path.expanduser(options.output or Path("launch", options.name)))
     console = Console()
     write(plan, folder)
-    show(plan, folder, console)
+    _show(plan, folder, console)
     if options.run:
-        run(plan, folder, console)
+        _run(plan, folder, console)
     else:
-        say(console, "Nothing was started: --run runs these commands, as does " + str(folder / _SCRIPT))
+        say(console, f"Nothing was started: --run runs these commands, as does {folder / _SCRIPT}")
     return 0
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Splits at the first ``--``."""
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
-
-
-def _epilog() -> str:
-    lines = [f"  {name:<9} {'needs ' + ', '.join(f'--{key}' for key in each.needs) if each.needs else ''}"
-             for name, each in TARGETS.items()]  # fmt: skip
-    return "Targets, each of which needs --topology too:\n" + "\n".join(line.rstrip() for line in lines)
 
 
 def write(plan: LaunchPlan, folder: Path) -> None:
@@ -82,7 +70,7 @@ def write(plan: LaunchPlan, folder: Path) -> None:
         ) from error
 
 
-def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
+def _show(plan: LaunchPlan, folder: Path, console: Console) -> None:
     """Prints the files, the commands, and those to type afterwards."""
     table = Table("file", "lines", box=None, header_style="bold", pad_edge=False)
     for name, text in plan.files.items():
@@ -97,12 +85,8 @@ def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
     console.print()
 
 
-def run(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    """Runs the commands in order.
-
-    Raises:
-        UserError: one could not be started or failed; those after it are not run.
-    """
+def _run(plan: LaunchPlan, folder: Path, console: Console) -> None:
+    """Runs the commands in order, up to the first that can't be started or fails."""
     for number, command in enumerate(plan.commands, start=1):
         say(console, f"[{number}/{len(plan.commands)}] {shlex.join(command)}")
         try:
@@ -115,10 +99,10 @@ def run(plan: LaunchPlan, folder: Path, console: Console) -> None:
                 instead=f"{command[0]} installed and in PATH, and the same command again",
             ) from error
         if code != 0:
-            rest = len(plan.commands) - number
+            last = number == len(plan.commands)
             raise UserError(
                 asked=shlex.join(command),
                 found=f"it ended with exit code {code}",
-                why="what comes after it needs it" if rest else "the run was not started, or did not end well",
+                why="the run was not started, or did not end well" if last else "what comes after it needs it",
                 instead=f"what it says above put right; then the same command again, or the rest of {folder / _SCRIPT}",
             )

@@ -29,20 +29,17 @@ class LaunchPlan:
     folders: dict[str, Path] = field(default_factory=dict)
 
 
+class _Dumper(yaml.SafeDumper):
+    def represent_str(self, value: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
 def as_yaml(value: Any) -> str:
     """YAML in the order of the keys; texts of several lines become blocks."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _text)
 
 
 def script(commands: list[list[str]]) -> str:

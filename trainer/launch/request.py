@@ -6,6 +6,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from shardwright.errors import UserError
 from shardwright.launch.slices import hosts
@@ -138,5 +139,4 @@ def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) 
 
 
 def _inside(path: str, folder: str) -> bool:
-    clean = posixpath.normpath(path)
-    return clean == posixpath.normpath(folder) or clean.startswith(f"{posixpath.normpath(folder)}/")
+    return PurePosixPath(posixpath.normpath(path)).is_relative_to(posixpath.normpath(folder))

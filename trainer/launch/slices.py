@@ -52,15 +52,15 @@ def chips(topology: Topology) -> int:
     return math.prod(topology.shape)
 
 
-def hosts(topology: Topology) -> int:
-    """The hosts of one slice, of TPU VMs or GKE's largest machines."""
-    if len(topology.shape) == 2 and chips(topology) <= _ONE_HOST:
-        return 1
-    return chips(topology) // _CHIPS_PER_HOST
-
-
 def chips_per_host(topology: Topology) -> int:
-    return chips(topology) // hosts(topology)
+    """The chips of a TPU VM, or of GKE's largest machine."""
+    one_host = len(topology.shape) == 2 and chips(topology) <= _ONE_HOST
+    return chips(topology) if one_host else _CHIPS_PER_HOST
+
+
+def hosts(topology: Topology) -> int:
+    """The hosts of one slice."""
+    return chips(topology) // chips_per_host(topology)
 
 
 def accelerator_type(topology: Topology) -> str:

@@ -76,38 +76,25 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
         )
     words, output_dir = check_train(train, mount, container=bool(target.needs))
     texts = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
-    return Request(
-        topology=topology,
-        train=words,
-        output_dir=output_dir,
-        name=options.name,
-        mount=mount,
-        spot=options.spot,
-        environment=options.environment,
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        **texts,
-    )
+    same = {key: getattr(options, key) for key in ("name", "spot", "environment", "max_restarts", "grace_seconds")}
+    return Request(topology, words, output_dir, mount=mount, **texts, **same)
 
 
 def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:
     """Refuses a missing option, and one that the target has no use for."""
-    missing = [key for key in target.needs if not getattr(options, key)]
-    if missing:
+    if missing := [key for key in target.needs if not getattr(options, key)]:
         raise UserError(
             asked=f"target {name}",
             found=f"no --{missing[0]}",
             why="it can't be started without: " + ", ".join(f"--{key}" for key in target.needs),
             instead=f"--{missing[0]} and its value",
         )
-    known = (*target.needs, *target.takes)
-    useless = [key for key in _SOME if getattr(options, key) and key not in known]
-    if useless:
-        others = [other for other, each in TARGETS.items() if useless[0] in (*each.needs, *each.takes)]
+    known = {each: (*target.needs, *target.takes) for each, target in TARGETS.items()}
+    if useless := [key for key in _SOME if getattr(options, key) and key not in known[name]]:
         raise UserError(
             asked=f"target {name}",
             found=f"--{useless[0]}",
-            why=f"it has no use for it; {', '.join(others)} do",
+            why=f"it has no use for it; {', '.join(each for each in known if useless[0] in known[each])} do",
             instead=f"the command without --{useless[0]}",
         )
 
@@ -122,13 +109,16 @@ def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topo
         )
     topology = find_topology(options.topology, options.slices)
     others = as_large(topology) if target.by_size else []
-    if others or (target.one_slice and topology.slices > 1):
-        raise UserError(
-            asked=f"{topology.slices} × {topology.name} by {name}",
-            found=f"slices of as many chips: {', '.join(others)}" if others else "several slices",
-            why=f"{name} asks for TPUs by their number, not by their shape"
-            if others
-            else f"{name} does not tell a host which slice it belongs to",
-            instead="xpk or jobset, or a slice of another size" if others else "xpk, jobset or tpu-vm, or --slices 1",
+    if others:
+        found, why = (
+            f"slices of as many chips: {', '.join(others)}",
+            "asks for TPUs by their number, not by their shape",
         )
-    return topology
+        instead = "xpk or jobset, or a slice of another size"
+    elif target.one_slice and topology.slices > 1:
+        found, why = "several slices", "does not tell a host which slice it belongs to"
+        instead = "xpk, jobset or tpu-vm, or --slices 1"
+    else:
+        return topology
+    asked = f"{topology.slices} × {topology.name} by {name}"
+    raise UserError(asked=asked, found=found, why=f"{name} {why}", instead=instead)
