@@ -77,8 +77,8 @@ class Hosts:
         for host, outcome in enumerate(found):
             if outcome.problem is not None:
                 kind, texts = outcome.problem
-                found_there = {"found": f"on host {host}: {texts['found']}"} if host else {}
-                error: Any = kind(**{**texts, **found_there})
+                where = f"on host {host}: " if host else ""
+                error: Any = kind(**{**texts, "found": where + texts["found"]})
                 error.known_to_all = True
                 raise error
         return found
@@ -102,16 +102,16 @@ class Hosts:
         """
         first, *others = self.gather(dict(facts))
         for host, theirs in enumerate(others, start=1):
-            for name in [*first, *(other for other in theirs if other not in first)]:
-                ours, other = first.get(name, "none"), theirs.get(name, "none")
-                if ours != other:  # all hosts raise this
-                    raise UserError(
-                        asked=f"a job on {self.count} hosts",
-                        found=f"{name}: {_cut(ours)} on host 0, {_cut(other)} on host {host}",
-                        why="all hosts run one program on one set of data: with two, a step waits for ever or computes "
-                        "nobody's numbers",
-                        instead="the same command, code and files on every host",
-                    )
+            here = {name: first.get(name, "none") for name in {**first, **theirs}}
+            there = {name: theirs.get(name, "none") for name in here}
+            if name := next((name for name in here if here[name] != there[name]), None):  # all hosts raise this
+                raise UserError(
+                    asked=f"a job on {self.count} hosts",
+                    found=f"{name}: {_cut(here[name])} on host 0, {_cut(there[name])} on host {host}",
+                    why="all hosts run one program on one set of data: with two, a step waits for ever or computes "
+                    "nobody's numbers",
+                    instead="the same command, code and files on every host",
+                )
 
     def beside(self) -> Hosts:
         """The same hosts for another thread, which calls in an order of its own."""

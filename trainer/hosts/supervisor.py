@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -36,27 +36,18 @@ _SOON = 0.2  # seconds between two looks with nothing else to do
 _TRY = 2.0  # seconds for one try to reach the first host
 
 
-class ChildRun(Protocol):
-    """A started training, in a process group of its own: the part of subprocess.Popen that is used."""
-
-    @property
-    def pid(self) -> int: ...
-    def wait(self, timeout: float) -> int: ...
-    def send_signal(self, number: int, /) -> None: ...
-    def kill(self) -> None: ...
-
-
-Start = Callable[[Sequence[str], str], ChildRun]  # from a command's words, and the path of the notes
+# from a command's words, and the path of the notes: starts a training, in a process group of its own
+Start = Callable[[Sequence[str], str], subprocess.Popen[bytes]]
 
 
 @dataclass(frozen=True)
 class HostPlace:
     """A host in its job: its number of ``count``, and the address and port at which the hosts' runs meet."""
 
-    index: int
-    count: int
-    address: str
-    port: int
+    index: int = 0
+    count: int = 1
+    address: str = ""
+    port: int = 0
 
 
 def supervise(limit: int, words: Sequence[str]) -> int:
@@ -68,7 +59,7 @@ def supervise(limit: int, words: Sequence[str]) -> int:
     # a group of its own: signals to this process's group (a terminal's, `timeout`'s) reach the run once, from here
     own = own_command(words)
 
-    def start(more: Sequence[str], notes: str) -> ChildRun:
+    def start(more: Sequence[str], notes: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, NOTES: notes}
         return subprocess.Popen([*own, *words, *more], env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
@@ -95,11 +86,10 @@ def own_command(words: Sequence[str]) -> list[str]:
 class Supervisor:
     """Runs the training, with at most ``limit`` restarts; ``start`` starts it."""
 
-    def __init__(self, limit: int, start: Start, console: Console | None = None) -> None:
-        self.limit, self.start, self.console = limit, start, console or Console()
-        self.meeting = Meeting()
+    def __init__(self, limit: int, start: Start) -> None:
+        self.limit, self.start, self.meeting = limit, start, Meeting()
         self.told = 0  # the signal that asked this process to end
-        self._child: ChildRun | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._kept_back = False  # that signal came without a child to pass it on to
 
     def run(self) -> int:
@@ -128,13 +118,15 @@ class Supervisor:
         self._child = child = self.start(more, notes)
         if self._kept_back:
             self._pass_on()
-        while (code := _code(child, LOOK)) is None:
-            self.meeting.look(before.count, _place(notes))
-            if self.meeting.overdue:
+        code = None
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(LOOK)
+                self._child = None
+            found = read_notes(notes)
+            self.meeting.look(before.count, HostPlace(*found["job"]) if "job" in found else None)
+            if code is None and self.meeting.overdue:
                 child.kill()
-        self._child = None
-        self.meeting.look(before.count, _place(notes))
-        found = read_notes(notes)
         ended = RunEnd(
             code,
             told=bool(self.told),
@@ -151,7 +143,7 @@ class Supervisor:
     def _wait(self, before: LastRestart) -> None:
         seconds = wait_before(before.count)
         if self.meeting.first:
-            say(self.console, f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
+            say(Console(), f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
             sys.stdout.flush()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.told:
@@ -171,13 +163,12 @@ class Supervisor:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Passes SIGTERM and Ctrl-C on to the run, which saves and ends, or ends at the second signal."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        previous = {number: signal.signal(number, self._hear) for number in numbers}
+        previous = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number in numbers:
-                signal.signal(number, previous[number])
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _hear(self, number: int, frame: Any) -> None:
         if self._child is None and self._kept_back:
@@ -191,18 +182,6 @@ class Supervisor:
             self._child.send_signal(self.told)
 
 
-def _code(child: ChildRun, seconds: float) -> int | None:
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _place(notes: str) -> HostPlace | None:
-    job = read_notes(notes).get("job")
-    return None if job is None else HostPlace(*job)
-
-
 class Meeting:
     """The supervisors of a job as one of them sees them; on one host it is alone.
 
@@ -212,7 +191,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.lost = ""
-        self._place: HostPlace | None = None
+        self._place = HostPlace()
         self._store: Any = None
         self._problem = ""  # error of the last try to reach the store
         self._beats = 0
@@ -222,7 +201,7 @@ class Meeting:
 
     @property
     def first(self) -> bool:
-        return self._place is None or self._place.index == 0
+        return self._place.index == 0
 
     @property
     def overdue(self) -> bool:
@@ -230,15 +209,17 @@ class Meeting:
         life, since = self._failed
         return life == self._life and time.monotonic() - since > PATIENCE
 
-    def look(self, life: int, found: HostPlace | None) -> None:
-        """Gives a sign of life, once the job is ``found``, and looks whether another host's run failed."""
-        self._place, self._life = self._place or found, life
-        if self._place is not None and not self.lost:
+    def look(self, life: int, job: HostPlace | None) -> None:
+        """Gives a sign of life, once there is a ``job`` of several hosts, and looks whether another's run failed."""
+        self._life = life
+        if job is not None and self._place.count == 1:
+            self._place = job
+        if self._place.count > 1 and not self.lost:
             self._speak(self._beat)
 
     def agree(self, life: int, ended: RunEnd, limit: int) -> Verdict:
         """The common verdict after this host's run number ``life`` (from 0)."""
-        if self._place is None:
+        if self._place.count == 1:
             return decide([ended], life, limit)
         since = time.monotonic()
         self._silence = Silence()
@@ -253,18 +234,16 @@ class Meeting:
 
     def leave(self) -> None:
         """Takes leave; the first supervisor serves the others until they have gone."""
-        if self._place is not None and self._store is not None and not self.lost:
+        if self._store is not None and not self.lost:
             self._speak(self._part)
 
     def _beat(self, store: Any) -> None:
-        assert self._place is not None
         self._beats += 1
         store.set(f"sign {self._place.index}", str(self._beats))
         if self._failed[0] != self._life and store.check([f"failed {self._life}"]):
             self._failed = (self._life, time.monotonic())
 
     def _part(self, store: Any) -> None:
-        assert self._place is not None
         others = [f"left {host}" for host in range(1, self._place.count)]
         until = time.monotonic() + LEAVING
         store.set(f"left {self._place.index}", "")
@@ -273,7 +252,6 @@ class Meeting:
 
     def _verdict(self, store: Any, ended: RunEnd, limit: int) -> Verdict | None:
         """The verdict, once there is one; the first host's supervisor decides for all."""
-        assert self._place is not None
         store.set(f"ended {self._life} {self._place.index}", json.dumps(asdict(ended)))
         if ended.failed:
             store.set(f"failed {self._life}", "")
@@ -285,7 +263,6 @@ class Meeting:
 
     def _decide(self, store: Any, limit: int) -> Verdict | None:
         """The verdict, once every host's run has ended or its supervisor is lost."""
-        assert self._place is not None
         ends, missing = [], list[int]()
         for host in range(self._place.count):
             if store.check([key := f"ended {self._life} {host}"]):
@@ -312,7 +289,6 @@ class Meeting:
 
     def _connected(self) -> Any:
         if self._store is None:
-            assert self._place is not None
             address, port = self._place.address, self._place.port + _PORT
             if not self.first:  # it may not serve yet, and a TCPStore that fails to connect prints a page of frames
                 socket.create_connection((address, port), timeout=_TRY).close()
