@@ -211,14 +211,11 @@ def decide(ended: Sequence[RunEnd], restarts: int, limit: int) -> Verdict:
     transient end makes up for others without a reason. A user's error and a request to stop are final.
     """
     refused = [each for each in ended if each.code == 2 and not each.transient]
-    stopped = [each for each in ended if each.stopped]
-    if final := [*refused, *stopped]:
+    if final := [*refused, *(each for each in ended if each.stopped)]:
         return Verdict(False, final[0].code)
-    passing = [each for each in ended if each.passing]
     begun = restarts > 0 or any(each.begun for each in ended)
-    if passing and begun and restarts < limit:
-        more = next((each.more for each in ended if each.more), ())
-        return Verdict(True, why=_why(ended), more=more)
+    if begun and restarts < limit and any(each.passing for each in ended):
+        return Verdict(True, why=_why(ended), more=next((each.more for each in ended if each.more), ()))
     lost = len(ended) > 1 and any(each.killed or each.code == LOST for each in ended)
     return Verdict(False, LOST if lost else next((each.code for each in ended if each.code), 0), _why(ended))
 

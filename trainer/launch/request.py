@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import posixpath
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class Request:
     @property
     def staging(self) -> str:
         """The run's absolute ``--staging_dir``, shared with the host so that a restart finds it; else empty."""
-        named = [after for word, after in zip(self.train, self.train[1:], strict=False) if word == "--staging_dir"]
+        named = [after for word, after in itertools.pairwise(self.train) if word == "--staging_dir"]
         named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
         return named[-1] if named and posixpath.isabs(named[-1]) else ""
 
