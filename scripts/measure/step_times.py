@@ -28,18 +28,10 @@ from shardwright.xla.chips import CHIPS, find_topology
 
 
 class Published(NamedTuple):
-    """A step that was timed on TPUs, and the compile to compare with it.
-
-    Args:
-        options: those of scripts/compile.py.
-        tokens_per_second: one chip's.
-        tokens: a chip's in one step.
-        source: where it was published.
-        differs: the differences of our step.
-    """
+    """A step that was timed on TPUs, a chip's tokens in it, and the options of scripts/compile.py for our step."""
 
     options: str
-    tokens_per_second: float
+    tokens_per_second: float  # a chip's
     tokens: int
     source: str
     differs: str

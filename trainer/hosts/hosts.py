@@ -54,9 +54,7 @@ class Hosts:
         """The first host's result, or refusal, on every host."""
         if not self.several:
             return make()
-        mine = _outcome(make) if self.first else _Outcome()
-        self._exchange(_Outcome(problem=mine.problem))
-        made = [mine.value]
+        made: list[Any] = [self.together(make if self.first else lambda: None)]
         self._speak(lambda: dist.broadcast_object_list(made, src=0, group=self._group))
         return made[0]
 

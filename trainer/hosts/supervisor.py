@@ -26,7 +26,7 @@ from rich.console import Console
 
 from shardwright.errors import LOST, UserError, command
 from shardwright.hosts.restarts import NOTES, LastRestart, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
-from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT, Silence
+from shardwright.hosts.watchdog import CONNECT, LOOK, SILENT, Silence, part
 from shardwright.report.lines import say
 
 T = TypeVar("T")
@@ -194,7 +194,6 @@ class Meeting:
         self._place = HostPlace()
         self._store: Any = None
         self._problem = ""  # error of the last try to reach the store
-        self._beats = 0
         self._silence = Silence()
         self._failed = (-1, 0.0)  # the life in which another host's run failed, and when this one learned it
         self._life = 0
@@ -235,20 +234,12 @@ class Meeting:
     def leave(self) -> None:
         """Takes leave; the first supervisor serves the others until they have gone."""
         if self._store is not None and not self.lost:
-            self._speak(self._part)
+            self._speak(lambda store: part(store, self._place.index, self._place.count))
 
     def _beat(self, store: Any) -> None:
-        self._beats += 1
-        store.set(f"sign {self._place.index}", str(self._beats))
+        store.set(f"sign {self._place.index}", str(time.monotonic()))  # differs from the last
         if self._failed[0] != self._life and store.check([f"failed {self._life}"]):
             self._failed = (self._life, time.monotonic())
-
-    def _part(self, store: Any) -> None:
-        others = [f"left {host}" for host in range(1, self._place.count)]
-        until = time.monotonic() + LEAVING
-        store.set(f"left {self._place.index}", "")
-        while self.first and not store.check(others) and time.monotonic() < until:
-            time.sleep(_SOON)
 
     def _verdict(self, store: Any, ended: RunEnd, limit: int) -> Verdict | None:
         """The verdict, once there is one; the first host's supervisor decides for all."""

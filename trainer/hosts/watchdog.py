@@ -46,6 +46,14 @@ class Silence:
         return time.monotonic() - self._seen[key][1]
 
 
+def part(store: Any, index: int, count: int) -> None:
+    """Takes leave of the other hosts; the first, which serves the store, waits for them."""
+    store.set(f"left {index}", "")
+    until, hosts = time.monotonic() + LEAVING, [f"left {host}" for host in range(count)]
+    while index == 0 and not store.check(hosts) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
 class Watchdog:
     """Watches this process, and with a ``store`` the job's other hosts: the first watches all, all watch the first.
 
@@ -117,11 +125,7 @@ class Watchdog:
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the first host has gone
-            self._store.set(f"left {self.index}", "")
-            until = time.monotonic() + LEAVING
-            others = [f"left {host}" for host in range(self.count)]
-            while self.index == 0 and not self._store.check(others) and time.monotonic() < until:
-                time.sleep(0.1)
+            part(self._store, self.index, self.count)
 
     def _repeat(self, act: Callable[[], None]) -> None:
         while not self._ended.wait(LOOK):
