@@ -137,35 +137,30 @@ def count_module(
         UserError: no such topology or efficiency; the mesh has another number of chips; the text is no module's, or one
             for another number of chips.
     """
-    where = find_topology(topology, slices)
-    _check_chips(hlo, mesh, dcn or {}, where.devices, where.slices)
+    where, factors = find_topology(topology, slices), dict(dcn or {})
+    head = hlo[: hlo.find("\n")]
+    partitions = re.search(r"num_partitions=(\d+)", head)
+    compiled_for, chips = int(partitions[1]) if partitions else 1, math.prod(mesh.values())
+    found = ""
+    if not head.startswith("HloModule") or "is_scheduled=true" not in head:
+        found = "no text of a scheduled HloModule"
+    elif chips != where.devices:
+        found = f"a mesh of {chips} chips: {mesh}"
+    elif compiled_for != where.devices:
+        found = f"a module compiled for {compiled_for} chips"
+    elif math.prod(factors.values()) != slices or any(mesh.get(axis, 0) % n for axis, n in factors.items()):
+        found = f"axes over slices: {factors}"
+    if found:
+        raise UserError(
+            asked=f"a count of a module for {where.devices} chips, in {slices} slices",
+            found=found,
+            why="collectives take the time that their chips' places on the torus give them",
+            instead="the optimised module of all those chips, their --topology and --slices, a --mesh of as many, and "
+            "--dcn where there are several slices",
+        )
     lowered = LoweredGraph(hlo=b"", arguments=(), outputs=(), mesh=mesh, layers=layers)
     result = dict.fromkeys(_UNTOLD, 0) | {"cpu_seconds": 0.0, "wall_seconds": 0.0}
     return make_report(lowered, where, result, hlo, "", expected, dcn)
-
-
-def _check_chips(hlo: str, mesh: Mapping[str, int], dcn: Mapping[str, int], devices: int, slices: int) -> None:
-    """Refuse unless the module, the mesh and the topology have the same number of chips."""
-    head = hlo[: hlo.find("\n")]
-    partitions = re.search(r"num_partitions=(\d+)", head)
-    compiled_for = int(partitions[1]) if partitions else 1
-    if not head.startswith("HloModule") or "is_scheduled=true" not in head:
-        found = "no text of a scheduled HloModule"
-    elif math.prod(mesh.values()) != devices:
-        found = f"a mesh of {math.prod(mesh.values())} chips: {dict(mesh)}"
-    elif compiled_for != devices:
-        found = f"a module compiled for {compiled_for} chips"
-    elif math.prod(dcn.values()) != slices or any(mesh.get(axis, 0) % factor for axis, factor in dcn.items()):
-        found = f"axes over slices: {dict(dcn)}"
-    else:
-        return
-    raise UserError(
-        asked=f"a count of a module for {devices} chips, in {slices} slices",
-        found=found,
-        why="collectives take the time that their chips' places on the torus give them",
-        instead="the optimised module of all those chips, their --topology and --slices, a --mesh of as many, and "
-        "--dcn where there are several slices",
-    )
 
 
 def _print(report: CompileReport, console: Console) -> None:

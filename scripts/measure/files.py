@@ -20,6 +20,7 @@ import time
 import timeit
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -190,12 +191,13 @@ def save_seconds(rounds: int) -> tuple[int, dict[str, list[float]]]:
             saved = writer.wait()
             assert saved is not None
             size, plain = saved.bytes, torch.zeros(saved.bytes, dtype=torch.uint8)
+            check = partial(manifest.check, folder_of(output, step))
             for name, seconds in (
                 ("pause: the state's shards to the host", pause),
                 ("  plain copy of as many bytes in memory", timeit.timeit(plain.clone, number=1)),
                 ("write, while training goes on", saved.seconds),
                 ("  plain write of as many bytes to one file, and fsync", _plain_write(Path(local, "plain"), plain)),
-                ("check of every file before a resume", _check(folder_of(output, step))),
+                ("check of every file before a resume", timeit.timeit(check, number=1)),
             ):
                 times[name].append(seconds)
     return size, times
@@ -208,10 +210,6 @@ def _plain_write(path: Path, data: torch.Tensor) -> float:
         file.flush()
         os.fsync(file.fileno())
     return time.perf_counter() - started
-
-
-def _check(folder: Folder) -> float:
-    return timeit.timeit(lambda: manifest.check(folder), number=1)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How long a run takes from SIGTERM to a whole checkpoint, against the state's bytes: what fits into a grace of 30 s.
 
 python scripts/measure/grace.py                          four sizes of a Llama, in a temporary folder
-python scripts/measure/grace.py --folder /mnt/shared     on that disk
+TMPDIR=/mnt/shared python scripts/measure/grace.py       on that disk
 python scripts/measure/grace.py --staging_dir /dev/shm   first in memory; the end is then when the copy is whole too
 
 Each run is told to stop by SIGTERM between two log lines. It ends the step, copies the state to the host and writes it
@@ -70,13 +70,12 @@ def measure(width: int, folder: Path, staging: Path | None) -> tuple[int, float,
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--folder", help="Where the runs write. Default: the system's folder for temporary files.")
     parser.add_argument("--staging_dir", help="A folder in which each run has its --staging_dir. Default: none has.")
     args = parser.parse_args()
     table = Table("state", "SIGTERM to a whole checkpoint", "to the end", "bytes/s", f"fits in {GRACE:.0f} s")
     for width in WIDTHS:
         with (
-            tempfile.TemporaryDirectory(dir=args.folder) as folder,
+            tempfile.TemporaryDirectory() as folder,
             tempfile.TemporaryDirectory(dir=args.staging_dir) as staging,
         ):
             size, whole, ended = measure(width, Path(folder), Path(staging) if args.staging_dir else None)

@@ -58,6 +58,8 @@ LORA = {
 # options of both sides, under transformers' names
 OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 4}
 OPTIONS |= {"weight_decay": 0.01, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 1.0}
+OURS: dict[str, Any] = {"sequence_length": LENGTH, "logging_steps": 1, "save_strategy": "no", "eval_on_start": False}
+OURS |= {"max_eval_rows": 8}
 # objective → its numbers, under trl's names
 PREFERENCES: dict[str, dict[str, float]] = {
     "dpo": {"beta": 0.3},
@@ -132,15 +134,11 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     args = TrainingArguments(
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
-        sequence_length=LENGTH,
         output_dir=str(folder / "out"),
         max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
         packing=case["packed"],
-        eval_on_start=False,
-        max_eval_rows=8,
         objective=case["objective"],
+        **OURS,
         **RECIPES[case["family"]],
         **case["numbers"],
         **OPTIONS,
