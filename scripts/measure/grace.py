@@ -74,10 +74,7 @@ def main() -> int:
     args = parser.parse_args()
     table = Table("state", "SIGTERM to a whole checkpoint", "to the end", "bytes/s", f"fits in {GRACE:.0f} s")
     for width in WIDTHS:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            tempfile.TemporaryDirectory(dir=args.staging_dir) as staging,
-        ):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=args.staging_dir) as staging:
             size, whole, ended = measure(width, Path(folder), Path(staging) if args.staging_dir else None)
         rate = size / whole
         seconds = f"{whole:.1f} s", f"{ended:.1f} s"

@@ -106,9 +106,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MLP_THEN_EXPERTS, "num_experts_per_tok": 2},
     "deepseek_v3": _MLP_THEN_EXPERTS,
     "deepseek_v32": _SPARSE_ATTENTION,
-    "deepseek_v4": {
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    }
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
     | {"num_hidden_layers": 8, "o_groups": 2, "index_topk": 4},
     "dots1": {**_MOE_OF_DEFAULT_NONE, **_MLP_THEN_EXPERTS},
     "dots3_note_text": {"head_dim": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}

@@ -46,10 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "router_aux_loss_coef": 0.02},
 }
-RECIPES = {
-    "llama": {"recipe": "llama_fsdp"},
-    "mixtral": {"recipe": "mixtral_ep", "compute": "experts=dropless"},
-}
+RECIPES = {"llama": {"recipe": "llama_fsdp"}, "mixtral": {"recipe": "mixtral_ep", "compute": "experts=dropless"}}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA = {
     "llama": {"target_modules": [*LINEAR, "gate_proj", "up_proj", "down_proj"]},
