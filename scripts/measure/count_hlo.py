@@ -128,14 +128,8 @@ def count_module(
 ) -> CompileReport:
     """The report on a module's text, without memory, which the text does not tell.
 
-    Args:
-        mesh: axis → size, outermost first.
-        dcn: axis → slices that it spans.
-        layers: trip count of outermost loops for which the text tells none.
-
-    Raises:
-        UserError: no such topology or efficiency; the mesh has another number of chips; the text is no module's, or one
-            for another number of chips.
+    ``mesh``: axis → size, outermost first; ``dcn``: axis → slices that it spans; ``layers``: the turns of outermost
+    loops for which the text tells none. Raises UserError if topology, mesh and module have other numbers of chips.
     """
     where, factors = find_topology(topology, slices), dict(dcn or {})
     head = hlo[: hlo.find("\n")]
@@ -164,7 +158,6 @@ def count_module(
 
 
 def _print(report: CompileReport, console: Console) -> None:
-    """Print the estimate, its shares, and the traffic on the links."""
     say(console, where_it_runs(report))
     say(console, estimate_line(report))
     shares = Table(*SHARES_HEADER[:3], box=None, pad_edge=False)

@@ -37,11 +37,7 @@ GRACE = 30.0  # seconds
 
 
 def measure(width: int, folder: Path, staging: Path | None) -> tuple[int, float, float]:
-    """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process.
-
-    Args:
-        staging: an empty folder for the first copy of the checkpoint.
-    """
+    """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process."""
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 2048, "max_position_embeddings": 64}
     LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8).save_pretrained(folder)
     (folder / "text.txt").write_text("\n".join(f"{a} and {b} make {a + b}." for a in range(90) for b in range(90)))

@@ -11,13 +11,11 @@ Nothing in them has run on a TPU. Cycles are the compiler's estimate, without th
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shlex
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,10 +71,8 @@ def _code(commit: str | None) -> Iterator[Path]:
         yield ROOT
         return
     with tempfile.TemporaryDirectory() as folder:
-        made = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
-        archive = subprocess.run(made, check=True, capture_output=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
+        archive = subprocess.run(["git", "-C", ROOT, "archive", commit], check=True, capture_output=True).stdout
+        subprocess.run(["tar", "--extract", "--directory", folder], input=archive, check=True)
         yield Path(folder)
 
 
@@ -96,13 +92,10 @@ def compile_one(options: str, code: Path = ROOT) -> Report:
 
 
 def _file(word: str, folder: Path) -> str:
-    """``word``, with ``@file,key=value,…`` replaced by the path of a so changed config of docs/configs in ``folder``.
-
-    ``@prompts`` is replaced by that of a file of 16 prompts, each of 1,024 tokens at most.
-    """
+    """``word``, or the path of the file that it stands for, written into ``folder``."""
     if not word.startswith("@"):
         return word
-    if word == "@prompts":
+    if word == "@prompts":  # each of 1,024 tokens at most
         (folder / "prompts.txt").write_text(("x" * 1024 + "\n") * 16, encoding="utf-8")
         return str(folder / "prompts.txt")
     name, *changes = word[1:].split(",")
@@ -130,10 +123,7 @@ def _table(name: str, reports: dict[str, Report]) -> str:
 
 
 def _cells(report: Report) -> dict[str, str]:
-    """Column → cell. All numbers are a chip's, and traffic, FLOPs and cycles a step's.
-
-    Seconds, tokens and MFU are estimates that include the time of kernels.
-    """
+    """Column → cell: a chip's numbers in a step. Seconds, tokens and MFU include the estimated time of kernels."""
     estimate, host = report["estimate"], report["host_temp_bytes"] / GIB
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
     cells = {

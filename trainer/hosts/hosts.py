@@ -43,11 +43,7 @@ class Hosts:
         return self.count > 1
 
     def gather(self, value: T) -> list[T]:
-        """The hosts' values, in order of hosts, on all of them.
-
-        Raises:
-            UserError: another host refuses something in :meth:`together` instead.
-        """
+        """The hosts' values, in their order, on all; raises UserError if one refuses something in :meth:`together`."""
         return [outcome.value for outcome in self._exchange(_Outcome(value))]
 
     def once(self, make: Callable[[], T]) -> T:
@@ -93,11 +89,7 @@ class Hosts:
             ) from None
 
     def check_same(self, facts: Mapping[str, str]) -> None:
-        """Refuses to go on unless ``facts`` (name → value) are equal on all hosts.
-
-        Raises:
-            UserError: names the first that differs, with the first host's value and another's.
-        """
+        """Raises UserError, which names the first that differs, unless ``facts`` are the same on all hosts."""
         first, *others = self.gather(dict(facts))
         for host, theirs in enumerate(others, start=1):
             here = {name: first.get(name, "none") for name in {**first, **theirs}}
@@ -169,11 +161,7 @@ def hosts() -> Hosts:
 def connect(index: int, count: int, address: str, port: int) -> None:
     """Brings the hosts of the job together; called once the devices are open, which tell the host's index.
 
-    Args:
-        address, port: of the first host, reachable by all; a free port.
-
-    Raises:
-        LostHost: not all hosts came.
+    All reach the first at ``address`` and its free ``port``. Raises LostHost if not all come.
     """
     global _job
     if count == 1 or _job.several:

@@ -44,10 +44,9 @@ class Restarts:
     before: LastRestart = LastRestart()
 
     def follows(self, error: BaseException, begun: bool) -> bool:
-        """Whether the run begins again after ``error``.
+        """Whether the run begins again after ``error``; ``begun``: a step was taken.
 
-        Args:
-            begun: a step was taken. A first process that fails before one was most likely given wrong options.
+        A first process that fails before one was most likely given wrong options.
         """
         return isinstance(error, TransientError) and self.before.count < self.limit and (begun or self.before.count > 0)
 
@@ -83,11 +82,7 @@ def words_again(output: str, resume: str | None, saved: bool) -> list[str]:
 
 
 def check_limit(limit: int, restarts: Restarts | None) -> None:
-    """Refuses ``--max_restarts`` in a process without a supervisor.
-
-    Raises:
-        UserError: there is a ``limit``, but no ``restarts``.
-    """
+    """Raises UserError for ``--max_restarts`` in a process without a supervisor."""
     if limit and restarts is None:
         raise UserError(
             asked=f"--max_restarts {limit}",
@@ -157,23 +152,14 @@ def write_notes(path: str, facts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of one host's run.
+    """The end of one host's run."""
 
-    Args:
-        code: its exit code, or minus the signal that ended it.
-        told: its supervisor was told to stop.
-        transient: it noted a transient reason.
-        begun: a step was taken.
-        why: the reason that it noted.
-        more: the words with which its command goes on.
-    """
-
-    code: int
-    told: bool = False
-    transient: bool = False
-    begun: bool = False
-    why: str = ""
-    more: Sequence[str] = ()
+    code: int  # its exit code, or minus the signal that ended it
+    told: bool = False  # its supervisor was told to stop
+    transient: bool = False  # it noted a transient reason
+    begun: bool = False  # a step was taken
+    why: str = ""  # the reason that it noted
+    more: Sequence[str] = ()  # words with which its command goes on
 
     @property
     def killed(self) -> bool:

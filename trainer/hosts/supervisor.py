@@ -51,11 +51,7 @@ class HostPlace:
 
 
 def supervise(limit: int, words: Sequence[str]) -> int:
-    """Trains by this process's own command, restarts at most ``limit`` times, and returns the exit code.
-
-    Args:
-        words: the command's, after its script.
-    """
+    """Trains by this process's own command, whose script has ``words`` behind it; returns the exit code."""
     # a group of its own: signals to this process's group (a terminal's, `timeout`'s) reach the run once, from here
     own = own_command(words)
 
@@ -67,11 +63,7 @@ def supervise(limit: int, words: Sequence[str]) -> int:
 
 
 def own_command(words: Sequence[str]) -> list[str]:
-    """This process's command line before ``words``.
-
-    Raises:
-        UserError: it does not end with ``words``.
-    """
+    """This process's command line before ``words``; raises UserError if it does not end with them."""
     head = sys.orig_argv[: len(sys.orig_argv) - len(words)]
     if [*head, *words] != sys.orig_argv:
         raise UserError(
@@ -111,7 +103,6 @@ class Supervisor:
             os.remove(notes)
 
     def _live(self, notes: str, before: LastRestart, more: Sequence[str]) -> RunEnd:
-        """Runs the training once."""
         if self.told:
             return RunEnd(-self.told, told=True)
         write_notes(notes, {"supervisor": os.getpid(), **asdict(before)})
@@ -183,14 +174,10 @@ class Supervisor:
 
 
 class Meeting:
-    """The supervisors of a job as one of them sees them; on one host it is alone.
-
-    Attributes:
-        lost: why the others can't be met any more; empty while they can.
-    """
+    """The supervisors of a job as one of them sees them; on one host it is alone."""
 
     def __init__(self) -> None:
-        self.lost = ""
+        self.lost = ""  # why the others can't be met any more
         self._place = HostPlace()
         self._store: Any = None
         self._problem = ""  # error of the last try to reach the store

@@ -55,18 +55,14 @@ def part(store: Any, index: int, count: int) -> None:
 
 
 class Watchdog:
-    """Watches this process, and with a ``store`` the job's other hosts: the first watches all, all watch the first.
+    """Watches this process, and the job's other hosts: the first watches all, all watch the first.
 
-    Args:
-        store: a connection of its own to a torch.distributed store.
-
-    Attributes:
-        hang_timeout: seconds without progress that a run may take; 0: any time.
+    They meet in a torch.distributed ``store``, by a connection of the watchdog's own.
     """
 
     def __init__(self, index: int = 0, count: int = 1, store: Any = None) -> None:
         self.index, self.count, self._store = index, count, store
-        self.hang_timeout = 0.0
+        self.hang_timeout = 0.0  # seconds without progress that a run may take; 0: any time
         self._clock: Busy | None = None
         self._step: int | None = None
         self._moved = time.monotonic()

@@ -24,11 +24,7 @@ _SCRIPT = "run.sh"
 
 
 def main(words: Sequence[str], description: str | None) -> int:
-    """Plans the launch that ``words`` ask for, and returns the exit code.
-
-    Raises:
-        UserError: bad options, or a command that failed.
-    """
+    """Plans the launch that ``words`` ask for; raises UserError for bad options and a command that fails."""
     at = list(words).index("--") if "--" in words else len(words)
     own, train = words[:at], words[at + 1 :]
     needs = {name: ", ".join(f"--{key}" for key in each.needs) for name, each in TARGETS.items()}
@@ -50,11 +46,7 @@ def main(words: Sequence[str], description: str | None) -> int:
 
 
 def write(plan: LaunchPlan, folder: Path) -> None:
-    """Writes the plan's files and folders, and its commands as a script.
-
-    Raises:
-        UserError: the folder can't be written.
-    """
+    """Writes the plan's files and folders, and its commands as a script; raises UserError if ``folder`` can't be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**plan.files, _SCRIPT: script(plan.commands)}.items():
@@ -71,7 +63,6 @@ def write(plan: LaunchPlan, folder: Path) -> None:
 
 
 def _show(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    """Prints the files, the commands, and those to type afterwards."""
     table = Table("file", "lines", box=None, header_style="bold", pad_edge=False)
     for name, text in plan.files.items():
         table.add_row(Text(str(folder / name)), str(len(text.splitlines())))

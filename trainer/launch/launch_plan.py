@@ -12,21 +12,13 @@ import yaml
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A target's files and commands.
+    """A target's files, its commands to start the run, and those by which the user follows and ends it."""
 
-    Args:
-        files: name → text.
-        folders: name → the folder of Python modules that is copied there.
-        commands: run in the files' folder, one after the other.
-        afterwards: commands by which the user follows the run, and ends it.
-        notes: sentences for the user.
-    """
-
-    files: dict[str, str]
-    commands: list[list[str]]
+    files: dict[str, str]  # name → text
+    commands: list[list[str]]  # run in the files' folder, one after the other
     afterwards: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-    folders: dict[str, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # sentences for the user
+    folders: dict[str, Path] = field(default_factory=dict)  # name → folder of Python modules that is copied there
 
 
 class _Dumper(yaml.SafeDumper):

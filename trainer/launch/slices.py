@@ -13,19 +13,12 @@ _ONE_HOST = 8  # chips: v5e and v6e have machines of 1, 4 and 8
 
 @dataclass(frozen=True)
 class Generation:
-    """The names of a generation of TPUs.
+    """The names of a generation of TPUs."""
 
-    Args:
-        gke: value of the node label `cloud.google.com/gke-tpu-accelerator`.
-        gcloud: prefix of an accelerator type, `v5p` of `v5p-32`.
-        runtime: software version of a TPU VM.
-        units: units of an accelerator type a chip: TensorCores on v4 and v5p, chips on v5e and v6e.
-    """
-
-    gke: str
-    gcloud: str
-    runtime: str
-    units: int
+    gke: str  # value of the node label `cloud.google.com/gke-tpu-accelerator`
+    gcloud: str  # prefix of an accelerator type, `v5p` of `v5p-32`
+    runtime: str  # software version of a TPU VM
+    units: int  # of an accelerator type, a chip: TensorCores on v4 and v5p, chips on v5e and v6e
 
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, https://cloud.google.com/tpu/docs/runtimes, and

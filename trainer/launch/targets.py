@@ -16,19 +16,13 @@ from shardwright.xla.chips import Topology, find_topology
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """A tool that starts runs.
-
-    Args:
-        needs, takes: options that it must and may have, beside those that all take.
-        by_size: it asks for a number of TPUs, and can't say which shape.
-        one_slice: it can't join several.
-    """
+    """A tool that starts runs, and the options that it must and may have beside those that all take."""
 
     plan: Callable[[Request], LaunchPlan]
     needs: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    by_size: bool = False
-    one_slice: bool = False
+    by_size: bool = False  # it asks for a number of TPUs, and can't say which shape
+    one_slice: bool = False  # it can't join several
 
 
 TARGETS = {
@@ -42,11 +36,7 @@ _SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # opt
 
 
 def find_target(name: str) -> LaunchTarget:
-    """The target called ``name``.
-
-    Raises:
-        UserError: there is none; the message lists the targets.
-    """
+    """The target called ``name``; raises UserError if there is none."""
     if name in TARGETS:
         return TARGETS[name]
     raise UserError(
@@ -58,11 +48,7 @@ def find_target(name: str) -> LaunchTarget:
 
 
 def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> Request:
-    """Checks the options of the target ``name`` and of the run (``train``).
-
-    Raises:
-        UserError: a bad option.
-    """
+    """The request for the target ``name`` and a run with the options ``train``; raises UserError for a bad option."""
     target = find_target(name)
     _check_options(name, target, options)
     topology = _topology(name, target, options)
@@ -81,7 +67,6 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
 
 
 def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:
-    """Refuses a missing option, and one that the target has no use for."""
     if missing := [key for key in target.needs if not getattr(options, key)]:
         raise UserError(
             asked=f"target {name}",
