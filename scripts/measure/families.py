@@ -158,13 +158,11 @@ def _line(result: Result) -> str:
 
 
 def _totals(results: Sequence[Result]) -> str:
-    counts: dict[str, Counter[str]] = {}
-    for result in results:
-        counts.setdefault(result["mode"], Counter())[result["verdict"]] += 1
-    return "\n".join(
-        f"{mode}: " + ", ".join(f"{number} {verdict}" for verdict, number in sorted(count.items()))
-        for mode, count in counts.items()
-    )
+    counts = Counter((result["mode"], result["verdict"]) for result in results)
+    lines: dict[str, list[str]] = {result["mode"]: [] for result in results}
+    for (mode, verdict), count in sorted(counts.items()):
+        lines[mode].append(f"{count} {verdict}")
+    return "\n".join(f"{mode}: {', '.join(found)}" for mode, found in lines.items())
 
 
 def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:

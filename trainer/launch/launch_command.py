@@ -46,7 +46,7 @@ def main(words: Sequence[str], description: str | None) -> int:
 
 
 def write(plan: LaunchPlan, folder: Path) -> None:
-    """Writes the plan's files and folders, and its commands as a script; raises UserError if ``folder`` can't be."""
+    """Writes the plan's files and folders, and its commands as a script; raises UserError if it can't."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**plan.files, _SCRIPT: script(plan.commands)}.items():

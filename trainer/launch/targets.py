@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
@@ -61,9 +61,9 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
     words, output_dir = check_train(train, mount, container=bool(target.needs))
-    texts = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
-    same = {key: getattr(options, key) for key in ("name", "spot", "environment", "max_restarts", "grace_seconds")}
-    return Request(topology, words, output_dir, mount=mount, **texts, **same)
+    same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
+    given = {key: value for key, value in same.items() if value is not None}
+    return Request(**given | {"topology": topology, "train": words, "output_dir": output_dir, "mount": mount})
 
 
 def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:
