@@ -38,15 +38,9 @@ ROOT = Path(__file__).parents[2]
 MODES = {"scan": (None, True), "unrolled": (None, False), "tensor": ("fsdp=4,tensor=2", True)}
 MEMORY = 7 << 30  # most bytes of a worker's data
 
-ENVIRONMENT = {
-    "PJRT_DEVICE": "CPU",
-    "CPU_NUM_DEVICES": "8",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    # takes a sixth of the compile time and gives the same numbers to float32's precision
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}
+ENVIRONMENT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "2", "HF_HUB_OFFLINE": "1"}
+# the flag takes a sixth of the compile time and gives the same numbers to float32's precision
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 # the server imports the libraries and opens no device; each family's process is forked from it
 _FORKS = multiprocessing.get_context("forkserver")
 
@@ -122,7 +116,9 @@ def _run(family: str, modes: Sequence[str], limit: int) -> Iterator[Result]:
             said = err.read_text(errors="replace")
         if left:
             took = round(time.monotonic() - started, 1)
-            cause = f"not done after {took:.0f} s" if late else f"{_ending(worker.exitcode)}; {_last_words(said)}"
+            code = worker.exitcode or 0
+            ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            cause = f"not done after {took:.0f} s" if late else f"{ending}; {_last_words(said)}"
             yield {"family": family, "mode": left.pop(0), "verdict": "crash", "cause": cause, "seconds": took}
 
 
@@ -139,10 +135,6 @@ def work(family: str, modes: Sequence[str], out: Path, err: Path) -> None:
         took = round(time.monotonic() - started, 1)
         with out.open("a") as file:
             file.write(json.dumps({"family": family, "mode": mode, **result, "seconds": took}) + "\n")
-
-
-def _ending(code: int | None) -> str:
-    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
 def _last_words(errors: str) -> str:
@@ -173,12 +165,9 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     versions = ", ".join(sorted({result["version"] for result in results}))
     method = __doc__.partition("\n\n")[2].partition("\n\n")[2].strip()
     totals = _totals(results).replace("\n", "  \n")
-    rows = [
-        "| family | kind | layers | kernels | worst gradient | " + " | ".join(modes) + " |",
-        "|---" * (5 + len(modes)) + "|",
-        *(_row(name, found, modes) for name, found in families.items()),
-    ]
-    table, others = "\n".join(rows), "\n".join(f"- {name}: {why}" for name, why in sorted(left_out.items()))
+    header = f"| family | kind | layers | kernels | worst gradient | {' | '.join(modes)} |"
+    table = "\n".join([header, "|---" * (5 + len(modes)) + "|", *(_row(*each, modes) for each in families.items())])
+    others = "\n".join(f"- {name}: {why}" for name, why in sorted(left_out.items()))
     return f"""# Families
 
 Printed by `python scripts/measure/families.py --write docs/families.md`; code {versions}.
