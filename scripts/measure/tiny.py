@@ -41,7 +41,7 @@ LEFT_OUT = {family: why for why, families in _LEFT_OUT.items() for family in fam
 # (pattern of an int field, its new value, or a function of the default); the first that matches counts
 _RULES: Sequence[tuple[str, Any]] = [
     (r"vocab", 256),
-    (r"(num_)?(hidden_)?layers|n_layers?", 0),  # decided apart
+    (r"(num_)?(hidden_)?layers|n_layers?", None),  # decided apart
     (r"moe.*intermediate_size|.*shared.*intermediate_size|.*expert.*(size|dim)", 32),
     (r".*intermediate_size.*|ffn_dim|ffn_hidden_size|n_inner|dff|d_ff|dim_ff|ff_dim", 128),
     (r"hidden_size|n_embd|d_model|emb_dim|embedding_dim|word_embed_proj_dim|lru_width|attention_hidden_size", 64),
@@ -177,11 +177,8 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     known = kind.__dataclass_fields__
     if "kv_lora_rank" in known:  # latent attention has a key head for each query head
         by_hand = {"num_key_value_heads": _HEADS, **by_hand}
-    shrunk = {
-        name: _shrunk(name, value) for name, value in vars(default).items() if name not in {"qk_head_dim", *by_hand}
-    }
-    values = {name: new for name, new in shrunk.items() if new is not None}
-    values |= by_hand
+    shrunk = {n: _shrunk(n, v) for n, v in vars(default).items() if n not in {"qk_head_dim", *by_hand}}
+    values = {n: v for n, v in shrunk.items() if v is not None} | by_hand
     depth_name = next((n for names in (by_hand, vars(default)) for n in _DEPTHS if n in names), "")
     depth = getattr(default, depth_name, 0)
     lists = {n: v for n, v in vars(default).items() if isinstance(v, list) and len(v) == depth and n not in by_hand}
@@ -217,6 +214,6 @@ def _shrunk(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     rule = next((new for pattern, new in _RULES if re.fullmatch(pattern, name) or pattern == "vocab" in name), None)
-    if rule is None or rule == 0:
-        return None
-    return rule(value) if callable(rule) else min(rule, value) if "rank" in name else rule
+    if callable(rule):
+        return rule(value)
+    return min(rule, value) if rule and "rank" in name else rule
