@@ -72,9 +72,7 @@ def wait_before(restart: int) -> float:
 def words_again(output: str, resume: str | None, saved: bool) -> list[str]:
     """The words to add to a command that has trained into ``output``, so that it goes on; later options win.
 
-    Args:
-        resume: its ``--resume_from_checkpoint``.
-        saved: whether it has a checkpoint to go on from. Without one it begins where it began.
+    Without a ``saved`` checkpoint it begins where it began, as its ``--resume_from_checkpoint`` (``resume``) says.
     """
     own = saved or resume in (None, "latest")
     more = ["--resume_from_checkpoint", "latest"] if own else ["--overwrite_output_dir", "True"]
