@@ -14,7 +14,7 @@ def step(recipe: str, model: str, topology: str, batch: int, *more: str, length:
     return " ".join([where, f"--per_device_train_batch_size {batch}", *more])
 
 
-_MIXTRAL, _LLAMA70 = "mixtral_8x7b", "llama3_70b"
+_MIXTRAL, _LLAMA70, _QWEN = "mixtral_8x7b", "llama3_70b", "qwen3_30b_a3b"
 _MIXTRAL2, _MIXTRAL4 = f"{_MIXTRAL},num_hidden_layers=2", f"{_MIXTRAL},num_hidden_layers=4"
 LLAMA8 = f"{_LLAMA70},num_hidden_layers=32,hidden_size=4096,intermediate_size=14336,num_attention_heads=32"
 _LAYER = (  # of Llama-3-8B's width
@@ -22,13 +22,15 @@ _LAYER = (  # of Llama-3-8B's width
     "max_position_embeddings=131072"
 )
 _FOUR = "num_hidden_layers=4,vocab_size=8192"
-_LLAMA8_LAYERS = "llama3_8b,vocab_size=8192"
-_V5P = "v5p:4x4x4"
+_LAYERS8 = "llama3_8b,vocab_size=8192"
+_V5P, _V5P8 = "v5p:4x4x4", "v5p:2x2x2"
 _BF16 = "--weight_dtype bfloat16 --optimizer_dtype bfloat16"
 _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _CAPACITY2, _DROPLESS = "--compute experts=capacity,capacity_factor=2.0", "--compute experts=dropless"
 _TRAIN = "--only_train_step"
-_KEPT = "--compute remat=1.0"
+_KEPT, _CAPACITY_KEPT = "--compute remat=1.0", f"{_CAPACITY},remat=1.0"
+_LORA, _INT8 = "--lora_r 16", "--base_dtype int8"
+_EXPERTS8, _EXPERTS4 = "--mesh fsdp=1,expert=8", "--mesh fsdp=2,expert=4"
 _PLAIN = "--compute scan=False,remat=none"
 _ONE_AXIS = "--mesh fsdp=64,inner=1"
 _TORUS = "--mesh fsdp=16,inner=16"  # an axis for each dimension of a pod of v5e or v6e
@@ -58,6 +60,7 @@ _FLAGS = {
     "asynchronous reduce-scatter": _REDUCE_SCATTER,
     "collectives on the sparse cores": _SPARSE_CORES,
 }
+_SCATTERED = _flags(f"{_ALL_TO_ALL}false")
 _NONE_OF_OURS = _flags(_ALL_TO_ALL, _VMEM)
 _MIB80 = _flags(f"{_VMEM}81920")
 # all gathers and reduce-scatters on the sparse cores, none fused into products
@@ -143,23 +146,22 @@ TABLES: dict[str, dict[str, str]] = {
         for remat in ("full", "offload", "auto")
     },
     "remat_values": {
-        f"{name}, remat {remat}": step("llama_fsdp", model, "v5p:2x2x2", batch, _TRAIN, f"--compute remat={remat}")
-        for name, model, batch in (
-            ("Llama-3-8B, 4 ×", f"llama3_8b,{_FOUR}", 4),
-            ("Llama-3-70B, 2 ×", f"llama3_70b,{_FOUR}", 2),
+        f"{name}, remat {remat}": step(
+            "llama_fsdp", f"{model},{_FOUR}", _V5P8, batch, _TRAIN, f"--compute remat={remat}"
         )
+        for name, model, batch in (("Llama-3-8B, 4 ×", "llama3_8b", 4), ("Llama-3-70B, 2 ×", "llama3_70b", 2))
         for remat in ("full", "0.4")
     },
     "models": {
         "Llama-3-70B, llama_fsdp": step("llama_fsdp", _LLAMA70, _V5P, 2),
         "Llama-3-70B, llama_tp": step("llama_tp", _LLAMA70, _V5P, 2),
-        "Qwen3-30B-A3B, mixtral_ep": step("mixtral_ep", "qwen3_30b_a3b", _V5P, 4, _CAPACITY),
+        "Qwen3-30B-A3B, mixtral_ep": step("mixtral_ep", _QWEN, _V5P, 4, _CAPACITY),
     },
     "families": {  # real models
         f"{name}, {recipe}, {topology}": step(recipe, config, topology, 1, _BF16, f"--mesh {mesh}")
         for name, config, recipe, topology, mesh in (
             ("Gemma-3-27B", "gemma3_27b", "gemma3_fsdp", "v5p:2x2x1", "fsdp=4"),
-            ("Qwen3-Next-80B-A3B", "qwen3_next_80b_a3b", "qwen3_next_ep", "v5p:2x2x2", "fsdp=2,expert=4"),
+            ("Qwen3-Next-80B-A3B", "qwen3_next_80b_a3b", "qwen3_next_ep", _V5P8, "fsdp=2,expert=4"),
             ("GPT-OSS-120B", "gpt_oss_120b", "gpt_oss_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
             ("Llama-4-Scout", "llama4_scout", "llama4_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
             ("Qwen3-235B-A22B", "qwen3_235b_a22b", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
@@ -168,35 +170,29 @@ TABLES: dict[str, dict[str, str]] = {
         )
     },
     "experts": {
-        f"{name}, {mesh}": step("mixtral_ep", config, "v5p:2x2x2", 1, _BF16, f"--mesh {mesh}")
-        for name, config, mesh in (
-            ("64 experts", "qwen3_30b_a3b,num_experts=64", "fsdp=1,expert=8"),
-            ("128 experts", "qwen3_30b_a3b", "fsdp=2,expert=4"),
-        )
+        "64 experts, fsdp=1,expert=8": step("mixtral_ep", f"{_QWEN},num_experts=64", _V5P8, 1, _BF16, _EXPERTS8),
+        "128 experts, fsdp=2,expert=4": step("mixtral_ep", _QWEN, _V5P8, 1, _BF16, _EXPERTS4),
     },
     "lora": {
-        f"{experts}, {topology}": step("mixtral_ep", _MIXTRAL, topology, 1, "--lora_r 16", *more)
-        for experts, topology, *more in (
-            ("capacity 1.25", "v5e:4x4", _CAPACITY),
-            ("capacity 1.25", "v5e:2x4", _CAPACITY),
-            ("capacity 1.25", "v6e:2x4", _CAPACITY),
-            ("capacity 1.25", "v6e:2x2", _CAPACITY),
-            ("capacity 1.25, int8", "v5e:2x2", _CAPACITY, "--base_dtype int8"),
-            ("dropless", "v6e:2x2"),
-        )
+        f"capacity 1.25, {topology}": step("mixtral_ep", _MIXTRAL, topology, 1, _LORA, _CAPACITY)
+        for topology in ("v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2")
+    }
+    | {
+        "capacity 1.25, int8, v5e:2x2": step("mixtral_ep", _MIXTRAL, "v5e:2x2", 1, _LORA, _CAPACITY, _INT8),
+        "dropless, v6e:2x2": step("mixtral_ep", _MIXTRAL, "v6e:2x2", 1, _LORA),
     },
     "graphs": {
         recipe: step(recipe, _MIXTRAL, _V5P, 4, _CAPACITY) for recipe in ("mixtral_ep", "mixtral_fsdp", "mixtral_ep_tp")
     }
     | {recipe: step(recipe, _LLAMA70, _V5P, 2) for recipe in ("llama_fsdp", "llama_tp")}
-    | {"mixtral_ep, Qwen3-30B-A3B": step("mixtral_ep", "qwen3_30b_a3b", _V5P, 4, _CAPACITY)},
+    | {"mixtral_ep, Qwen3-30B-A3B": step("mixtral_ep", _QWEN, _V5P, 4, _CAPACITY)},
     "graphs_asked_for": {"Llama-3-8B": step("llama_fsdp", LLAMA8, "v5e:4x4", 1, _ASKED_FOR, length=2048)},
     "depth": {
         f"{layers} layers": step("llama_fsdp", f"llama3_70b,num_hidden_layers={layers}", _V5P, 2)
         for layers in (4, 32, 80)
     },
     "optimizers": {
-        optim: step("llama_fsdp", "llama3_8b", "v5p:2x2x2", 1, _TRAIN, f"--optim {optim}")
+        optim: step("llama_fsdp", "llama3_8b", _V5P8, 1, _TRAIN, f"--optim {optim}")
         for optim in ("adamw", "adafactor", "lion", "muon")
     },
     "flags": _flag_rows("v5p:2x2x4", 2, *(name for name in list(_FLAGS)[1:] if not name.startswith("80")))
@@ -213,16 +209,15 @@ TABLES: dict[str, dict[str, str]] = {
         for length, topology, *more in (
             (131072, "v5p:2x2x1", "--mesh fsdp=1,sequence=4"),
             (1048576, "v5p:2x2x1", "--mesh fsdp=1,sequence=4", "--compute remat=offload"),
-            (1048576, "v5p:2x2x2", "--mesh fsdp=1,sequence=8", "--compute remat=offload"),
+            (1048576, _V5P8, "--mesh fsdp=1,sequence=8", "--compute remat=offload"),
         )
     },
     "exposed": {
-        f"Llama-3-8B, {batch} × 4,096": step("llama_fsdp", "llama3_8b", "v5p:2x2x2", batch, _TRAIN)
-        for batch in (1, 2, 4)
+        f"Llama-3-8B, {batch} × 4,096": step("llama_fsdp", "llama3_8b", _V5P8, batch, _TRAIN) for batch in (1, 2, 4)
     },
     # other ways to hide a gradient's reduce-scatter
     "exposed_levers": {
-        name: step("llama_fsdp", _LLAMA8_LAYERS, "v5p:2x2x2", 1, _TRAIN, _flags(*flags))
+        name: step("llama_fsdp", _LAYERS8, _V5P8, 1, _TRAIN, _flags(*flags))
         for name, *flags in (
             ("asynchronous reduce-scatter, by itself", "xla_enable_async_reduce_scatter_fusion=true"),
             ("the same, fused with what is computed", _REDUCE_SCATTER),
@@ -232,25 +227,18 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "exposed_64": {
         "exchanges": step("llama_fsdp", _LLAMA70, _V5P, 2, _TRAIN),
-        "reduce-scatters": step("llama_fsdp", _LLAMA70, _V5P, 2, _TRAIN, _flags(f"{_ALL_TO_ALL}false")),
+        "reduce-scatters": step("llama_fsdp", _LLAMA70, _V5P, 2, _TRAIN, _SCATTERED),
     },
     "exposed_gathered": {
-        name: step(recipe, model, topology, 1, _TRAIN, kept)
-        for name, recipe, model, topology, kept in (
-            ("4 layers of Llama-3-8B, v5p:2x2x2", "llama_fsdp", f"llama3_8b,{_FOUR}", "v5p:2x2x2", _KEPT),
-            ("2 layers of Mixtral-8x7B, v5p:2x2x4", "mixtral_fsdp", _MIXTRAL2, "v5p:2x2x4", f"{_CAPACITY},remat=1.0"),
-        )
+        "4 layers of Llama-3-8B, v5p:2x2x2": step("llama_fsdp", f"llama3_8b,{_FOUR}", _V5P8, 1, _TRAIN, _KEPT),
+        "2 layers of Mixtral-8x7B, v5p:2x2x4": step("mixtral_fsdp", _MIXTRAL2, "v5p:2x2x4", 1, _TRAIN, _CAPACITY_KEPT),
     },
-    "exposed_layers": {
-        topology: step("llama_fsdp", _LLAMA8_LAYERS, topology, 1, _TRAIN) for topology in ("v5p:2x2x2", "v5e:4x4")
-    },
+    "exposed_layers": {topology: step("llama_fsdp", _LAYERS8, topology, 1, _TRAIN) for topology in (_V5P8, "v5e:4x4")},
     "exposed_small": {
-        f"{topology}, {batch} × 4,096, {name}": step(
-            "llama_fsdp", _LLAMA8_LAYERS, topology, batch, _TRAIN, *state, _flags(f"{_ALL_TO_ALL}{flag}")
-        )
-        for topology, *state in (("v6e:2x4",), ("v5e:2x4", _BF16))
+        f"{topology}, {batch} × 4,096, {name}": step("llama_fsdp", _LAYERS8, topology, batch, _TRAIN, *more, flag)
+        for topology, *more in (("v6e:2x4",), ("v5e:2x4", _BF16))
         for batch in (1, 2, 4)
-        for name, flag in (("reduce-scatters", "false"), ("exchanges", "true"))
+        for name, flag in (("reduce-scatters", _SCATTERED), ("exchanges", _flags(f"{_ALL_TO_ALL}true")))
     },
     "mixers": {
         f"{name}, {length:,} tokens": step("auto", f"{layer},vocab_size=256", "v5p:2x2x1", 1, length=length)

@@ -30,10 +30,9 @@ def main(words: Sequence[str], description: str | None) -> int:
     needs = {name: ", ".join(f"--{key}" for key in each.needs) for name, each in TARGETS.items()}
     rows = (f"  {name:<9} {'needs ' + text if text else ''}".rstrip() for name, text in needs.items())
     epilog = "\n".join(["Targets, each of which needs --topology too:", *rows])
-    name = own[0] if own and not own[0].startswith("-") else None
-    (options,) = parse([LaunchArguments], own if name is None else own[1:], description, epilog)
-    target = find_target(name or (own[0] if own else "(none)"))
-    plan = target.plan(read_request(str(name), options, train))
+    name = own[0] if own else "(none)"
+    (options,) = parse([LaunchArguments], own if name.startswith("-") else own[1:], description, epilog)
+    plan = find_target(name).plan(read_request(name, options, train))
     folder = Path(os.path.expanduser(options.output or Path("launch", options.name)))
     console = Console()
     write(plan, folder)
