@@ -22,8 +22,8 @@ class LaunchPlan:
 
 
 class _Dumper(yaml.SafeDumper):
-    def represent_str(self, value: str) -> yaml.Node:
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+    def represent_str(self, data: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
