@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # options of a run that change what a device holds
-_RUN = {"lora_r": int}
+_RUN: dict[str, type] = {"lora_r": int}
 _RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "optimizer_dtype", "optim"), str)
 
 

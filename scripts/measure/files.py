@@ -205,7 +205,7 @@ def save_seconds(rounds: int) -> tuple[int, dict[str, list[float]]]:
 def _plain_write(path: Path, data: torch.Tensor) -> float:
     started = time.perf_counter()
     with path.open("wb") as file:
-        file.write(data.numpy())
+        file.write(data.numpy().data)
         file.flush()
         os.fsync(file.fileno())
     return time.perf_counter() - started

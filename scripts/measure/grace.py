@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +39,9 @@ GRACE = 30.0  # seconds
 
 def measure(width: int, folder: Path, staging: Path | None) -> tuple[int, float, float]:
     """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process."""
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 2048, "max_position_embeddings": 64}
-    LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8).save_pretrained(folder)
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 2048}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64}
+    LlamaConfig(**sizes).save_pretrained(folder)
     (folder / "text.txt").write_text("\n".join(f"{a} and {b} make {a + b}." for a in range(90) for b in range(90)))
     command = [sys.executable, str(TRAIN), "--recipe", "llama_fsdp", "--model", str(folder / "config.json")]
     command += ["--dataset", str(folder / "text.txt"), "--output_dir", str(folder / "out")]

@@ -52,7 +52,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "router_aux_loss_coef": 0.02},
 }
-RECIPES = {"llama": {"recipe": "llama_fsdp"}, "mixtral": {"recipe": "mixtral_ep", "compute": "experts=dropless"}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "llama": {"recipe": "llama_fsdp"},
+    "mixtral": {"recipe": "mixtral_ep", "compute": "experts=dropless"},
+}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA = {
     "llama": {"target_modules": [*LINEAR, "gate_proj", "up_proj", "down_proj"]},
@@ -151,6 +154,7 @@ def _records(case: Case) -> Iterator[dict[str, str]]:
 
 def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     """(log of each step, samples of each step's batch, fullness of the rows)."""
+    adapter: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
     args = TrainingArguments(
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
@@ -162,7 +166,7 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
         **RECIPES[case["family"]],
         **case["numbers"],
         **OPTIONS,
-        **({"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}),
+        **adapter,
     )
     done = train(args, Console(quiet=True))
     entries = [entry for entry in done.state.log_history if "loss" in entry]

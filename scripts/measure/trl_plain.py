@@ -53,7 +53,7 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
     base, config = (getattr(importlib.import_module(module), f"{name}{kind}") for kind in ("Trainer", "Config"))
     found: list[dict[str, float]] = []
 
-    class Given(base):
+    class Given(base):  # type: ignore[misc, valid-type]
         """trl's trainer on the given batches, whatever their sizes."""
 
         def get_train_dataloader(self) -> Any:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -36,8 +36,17 @@ _SOON = 0.2  # seconds between two looks with nothing else to do
 _TRY = 2.0  # seconds for one try to reach the first host
 
 
-# from a command's words, and the path of the notes: starts a training, in a process group of its own
-Start = Callable[[Sequence[str], str], subprocess.Popen[bytes]]
+class ChildRun(Protocol):
+    """A started training, in a process group of its own: the part of subprocess.Popen that is used."""
+
+    @property
+    def pid(self) -> int: ...
+    def wait(self, timeout: float) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], str], ChildRun]  # from a command's words, and the path of the notes
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ def supervise(limit: int, words: Sequence[str]) -> int:
     # a group of its own: signals to this process's group (a terminal's, `timeout`'s) reach the run once, from here
     own = own_command(words)
 
-    def start(more: Sequence[str], notes: str) -> subprocess.Popen[bytes]:
+    def start(more: Sequence[str], notes: str) -> ChildRun:
         environment = {**os.environ, NOTES: notes}
         return subprocess.Popen([*own, *words, *more], env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
@@ -81,7 +90,7 @@ class Supervisor:
     def __init__(self, limit: int, start: Start) -> None:
         self.limit, self.start, self.meeting = limit, start, Meeting()
         self.told = 0  # the signal that asked this process to end
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ChildRun | None = None
         self._kept_back = False  # that signal came without a child to pass it on to
 
     def run(self) -> int:
