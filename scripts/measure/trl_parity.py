@@ -28,14 +28,8 @@ os.environ.setdefault("CPU_NUM_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as Decoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardwright import TrainingArguments, train
 from shardwright.data.rows.batches import TrainingBatches
@@ -99,38 +93,21 @@ def cases() -> Iterator[tuple[str, Case]]:
 def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float]:
     """Our log of each step, trl's, the mean samples a step, and the fullness of our rows."""
     (folder / "case.json").write_text(json.dumps(case))
-    _write_start(folder, case)
+    _plain("init", folder)
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in _records(case)))
     entries, batches, full = ours(case, folder)
     (folder / "batches.json").write_text(json.dumps(batches))
-    environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    command = [sys.executable, str(PLAIN), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
-    if done.returncode:
-        raise SystemExit(f"{PLAIN.name}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    _plain("train", folder)
     theirs = json.loads((folder / "losses.json").read_text())
     return entries, theirs, sum(map(len, batches)) / len(batches), full
 
 
-def _write_start(folder: Path, case: Case) -> None:
-    """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case["config"]), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():  # so wide that attention and experts are far from uniform
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
-    model.save_pretrained(folder / "model")
-    if case["lora"]:
-        from peft import LoraConfig, get_peft_model
-
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **case["lora"])).save_pretrained(
-            str(folder / "adapter")
-        )
+def _plain(what: str, folder: Path) -> None:
+    command = [sys.executable, str(PLAIN), what, str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
+    if done.returncode:
+        raise SystemExit(f"{PLAIN.name} {what}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
 def _records(case: Case) -> Iterator[dict[str, str]]:

@@ -1,8 +1,9 @@
 """trl's trainers on the plain CPU, in a process without torch_xla: the losses of given batches, one by one.
 
-python scripts/measure/trl_plain.py FOLDER    FOLDER/batches.json through trl; FOLDER/losses.json
+python scripts/measure/trl_plain.py init FOLDER     a tiny model's weights and tokenizer, and PEFT's first factors
+python scripts/measure/trl_plain.py train FOLDER    FOLDER/batches.json through trl; FOLDER/losses.json
 
-`trl_parity.py` calls it. FOLDER/case.json says what is trained, and how; the model and its adapter lie there too.
+`trl_parity.py` calls it. FOLDER/case.json says what is trained, and how.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as Decoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 OPTIONS: dict[str, Any] = {"optim": "adamw_torch", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
 OPTIONS |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
@@ -34,6 +39,25 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "orpo": ("trl.experimental.orpo", "ORPO", {"max_length": 128}),
     "simpo": ("trl.experimental.cpo", "CPO", {"max_length": 128, "loss_type": "simpo", "cpo_alpha": 0.0}),
 }
+
+
+def write_start(folder: Path, case: dict[str, Any]) -> None:
+    """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case["config"]), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # so wide that attention and experts are far from uniform
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder / "model")
+    if case["lora"]:
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **case["lora"])).save_pretrained(
+            str(folder / "adapter")
+        )
 
 
 def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
@@ -84,7 +108,10 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    case = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)  # for so small a model more threads only wait for one another
-    losses = train(folder, json.loads((folder / "case.json").read_text()))
-    (folder / "losses.json").write_text(json.dumps(losses))
+    if what == "init":
+        write_start(folder, case)
+    else:
+        (folder / "losses.json").write_text(json.dumps(train(folder, case)))
