@@ -10,54 +10,62 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from typing import Any
 
-import datasets
-import torch
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
-from shardwright.data.corpus import Corpus
-from shardwright.data.rows.rows import StoredRows
 from shardwright.hosts.output_streams import exit_code
-from shardwright.loop import TrainingLoop
-from shardwright.scripts.measure import tables
-from shardwright.xla.runtime import wait_for_devices
+from shardwright.scripts.measure.tables import model_config, resolved_job, run, worker
 
-LENGTH, STEPS = 64, 6
+JOB = {"sequence_length": 64, "rows": 8, "steps": 6, "hidden_size": 64, "intermediate_size": 128}
 
 
-def depth(rounds: int) -> Table:
+def main() -> int:
+    return run({"depth": depth}, {"steps": steps}, str(__doc__))
+
+
+def depth(recipe: str, rounds: int) -> Table:
     """The table; measured once, whatever ``rounds``."""
-    heading = f"{tables.RECIPE}, hidden size 64"
-    table = Table("layers", "scan", "first step (trace + compile)", "trace a step", title=heading)
+    table = Table("layers", "scan", "first step (trace + compile)", "trace a step", title=f"{recipe}, hidden size 64")
     for layers in (2, 8, 32):
         for scan in (True, False):
-            first, trace = tables.apart(step_seconds, layers, scan)
-            table.add_row(str(layers), "yes" if scan else "no", f"{first:.1f} s", f"{trace * 1000:.0f} ms")
+            result = worker(recipe, {"side": "steps", "num_hidden_layers": layers, "scan": scan, **JOB}, __file__)
+            first, trace = f"{result['first']:.1f} s", f"{result['trace'] * 1000:.0f} ms"
+            table.add_row(str(layers), "yes" if scan else "no", first, trace)
     return table
 
 
-def step_seconds(layers: int, scan: bool) -> tuple[float, float]:
+def steps(job: dict[str, Any]) -> dict[str, float]:
     """Seconds of the trainer's first step, and the host's median for a later one."""
-    config = tables.model_config(num_hidden_layers=layers, hidden_size=64, intermediate_size=128)
-    ids = torch.randint(0, config.vocab_size, (tables.DEVICES, LENGTH))
+    import datasets
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    from shardwright.data.corpus import Corpus
+    from shardwright.data.rows.rows import StoredRows
+    from shardwright.loop import TrainingLoop
+    from shardwright.xla.runtime import wait_for_devices
+
+    config = model_config(job)
+    ids = torch.randint(0, config.vocab_size, (job["rows"], job["sequence_length"]))
     rows = StoredRows(datasets.Dataset.from_dict({"input_ids": ids.tolist()}))
     corpus = Corpus(rows, rows, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())))
-    job = tables.job_of(config, scan, sequence_length=LENGTH, per_device_train_batch_size=1, max_steps=STEPS)
-    trainer, begun, first, traces = TrainingLoop(job, corpus), time.perf_counter(), 0.0, []
-    for step in range(1, STEPS + 1):
+    options = {
+        "sequence_length": job["sequence_length"],
+        "per_device_train_batch_size": job["rows"] // 8,
+        "max_steps": job["steps"],
+    }
+    trainer, begun, traces = TrainingLoop(resolved_job(job, config, **options), corpus), time.perf_counter(), []
+    for step in range(1, job["steps"] + 1):
         started = time.perf_counter()
         trainer.train_step({"input_ids": ids, "labels": ids}, step=step, learning_rate=1e-4)
         traces.append(time.perf_counter() - started)
         wait_for_devices()
-        first = first or time.perf_counter() - begun
-    return first, statistics.median(traces[1:])
-
-
-def main() -> None:
-    tables.run({"depth": depth}, __doc__)
+        if step == 1:
+            first = time.perf_counter() - begun
+    return {"first": first, "trace": statistics.median(traces[1:])}
 
 
 if __name__ == "__main__":
