@@ -24,30 +24,22 @@ DTYPES = ("float32", "bfloat16")
 
 def parser() -> Parser:
     found = Parser(__doc__)
-    found.add_argument(
-        "--checkpoint", required=True, help="a run's checkpoint-N: a folder, or a store's gs://…, s3://…"
-    )
-    found.add_argument("--output", required=True, help="where to write: a new or empty folder, or a store's")
-    found.add_argument(
-        "--key_format",
-        choices=["original", "new"],
-        default="original",
-        help="names and shapes as the family's checkpoints on the hub have them (original), or as transformers 5 has "
-        "them in memory, experts fused (new); from_pretrained loads both (original)",
-    )
-    found.add_argument("--max_shard_size", default="5GB", help="of a file of weights (5GB)")
-    found.add_argument("--merge", action="store_true", help="of an adapter and its model make a plain model")
-    found.add_argument(
-        "--adapter_format", choices=["peft", "per_expert"], help="of an adapter; default: as the run would write it"
-    )
-    found.add_argument("--dtype", choices=DTYPES, help="what to write; default: what the checkpoint holds")
+    add = found.add_argument
+    keys = "names and shapes as the family's checkpoints on the hub have them (original), or as transformers 5 has "
+    keys += "them in memory, experts fused (new); from_pretrained loads both (original)"
+    formats = "of an adapter; default: as the run would write it"
+    add("--checkpoint", required=True, help="a run's checkpoint-N: a folder, or a store's gs://…, s3://…")
+    add("--output", required=True, help="where to write: a new or empty folder, or a store's")
+    add("--key_format", choices=["original", "new"], default="original", help=keys)
+    add("--max_shard_size", default="5GB", help="of a file of weights (5GB)")
+    add("--merge", action="store_true", help="of an adapter and its model make a plain model")
+    add("--adapter_format", choices=["peft", "per_expert"], help=formats)
+    add("--dtype", choices=DTYPES, help="what to write; default: what the checkpoint holds")
     return found
 
 
-def main() -> int | None:
+def main() -> None:
     arguments = parser().parse_args()
-    console = Console()
-
     import torch
     import transformers
 
@@ -62,6 +54,7 @@ def main() -> int | None:
     from shardwright.weights.weight_sources import has_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
+    console = Console()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     form = ExportFormat(arguments.key_format, arguments.max_shard_size, dtype)
     output = Folder(arguments.output)
@@ -98,7 +91,6 @@ def main() -> int | None:
         own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
         export(output, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
     say(console, f"written to {output}")
-    return None
 
 
 if __name__ == "__main__":

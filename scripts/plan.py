@@ -28,24 +28,14 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # options of a run that change what a device holds
-_RUN = {
-    "lora_r": int,
-    "lora_target": str,
-    "adapter": str,
-    "base_dtype": str,
-    "weight_dtype": str,
-    "optimizer_dtype": str,
-    "optim": str,
-}
+_RUN: dict[str, type] = {"lora_r": int}
+_RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "optimizer_dtype", "optim"), str)
 
 
-def main() -> int | None:
+def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--recipe",
-        required=True,
-        help="name in recipes/, or path of a .py file; or auto: made from --model's own parallel plan and shapes",
-    )
+    recipes = "name in recipes/, or path of a .py file; or auto: made from --model's own parallel plan and shapes"
+    parser.add_argument("--recipe", required=True, help=recipes)
     parser.add_argument("--model", help="hub id, folder, or config.json; default: the recipe's own small model")
     parser.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
@@ -65,7 +55,7 @@ def main() -> int | None:
     from shardwright.report.lines import say
 
     if arguments.write is not None:
-        _check_new(arguments)
+        _check_new(Path(arguments.write), arguments.recipe)
     made = None
     if arguments.recipe == AUTO:
         facts = facts_of(load_config(arguments.model, UNMADE))
@@ -89,31 +79,31 @@ def main() -> int | None:
                 say(Console(), f"  {pattern}: {text}")
     if made is not None and arguments.write is not None:
         _write(made, plan, facts.kind, arguments)
-    return None
 
 
-def _check_new(arguments: argparse.Namespace) -> None:
+def _check_new(path: Path, recipe: str) -> None:
     """Raises UserError unless ``--write`` names a new recipe file, and the recipe is one that is made."""
-    path = Path(arguments.write)
-    refusals = {
-        "a file that is there already": os.path.lexists(path),
-        "a name that does not end in .py": path.suffix != ".py",
-        f"no folder {path.parent}": not os.path.isdir(path.parent),
-    }
-    if arguments.recipe != AUTO:
+    if recipe != AUTO:
         raise UserError(
-            asked=f"--write {path} with --recipe {arguments.recipe}",
+            asked=f"--write {path} with --recipe {recipe}",
             found="a recipe that is a file already",
             why="what is written is the recipe made from a model",
             instead=f"--recipe {AUTO}; or a copy of that file",
         )
-    for found in (found for found, holds in refusals.items() if holds):
-        raise UserError(
-            asked=f"--write {path}",
-            found=found,
-            why="a recipe is a new file whose name ends in .py; nothing is ever written over",
-            instead="another name, such as my_recipe.py",
-        )
+    if os.path.lexists(path):
+        found = "a file that is there already"
+    elif path.suffix != ".py":
+        found = "a name that does not end in .py"
+    elif not os.path.isdir(path.parent):
+        found = f"no folder {path.parent}"
+    else:
+        return
+    raise UserError(
+        asked=f"--write {path}",
+        found=found,
+        why="a recipe is a new file whose name ends in .py; nothing is ever written over",
+        instead="another name, such as my_recipe.py",
+    )
 
 
 def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +41,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Plain:
-    """The plain model, a batch, its loss, and name → gradient (None: the parameter is not in the loss)."""
+    """The plain model, a batch, its loss, and name → gradient of each parameter that is in the loss."""
 
     config: PretrainedConfig
     model: PreTrainedModel
     batch: Tensors
     loss: float
-    gradients: dict[str, torch.Tensor | None]
+    gradients: Tensors
 
 
 def plain(family: str) -> Plain | dict[str, Any]:
@@ -60,7 +61,7 @@ def plain(family: str) -> Plain | dict[str, Any]:
         if experts_modules(model):
             model.set_experts_implementation("eager")
         _randomise(model)
-        batch = _batch(config)
+        batch = _batch()
         loss, gradients = _gradients(model.train(), batch)
     except Exception as error:
         return {"verdict": "upstream", "cause": f"the plain model: {_where(error)}"}
@@ -86,52 +87,39 @@ def _randomise(model: PreTrainedModel) -> None:
     model.tie_weights()
 
 
-def _batch(config: PretrainedConfig) -> Tensors:
+def _batch() -> Tensors:
     """Random tokens, and labels of which some are ignored, unevenly over rows."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 200, (ROWS, LENGTH), generator=generator)
-    labels = tokens.clone()
-    for row in range(ROWS):
-        labels[row, : 2 * row] = IGNORE
-    return {"input_ids": tokens, "labels": labels}
+    tokens = torch.randint(3, 200, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    ignored = torch.arange(LENGTH) < 2 * torch.arange(ROWS)[:, None]
+    return {"input_ids": tokens, "labels": tokens.masked_fill(ignored, IGNORE)}
 
 
-def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, dict[str, torch.Tensor | None]]:
+def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, Tensors]:
     extra: dict[str, Any] = {}
     if hasattr(model.config, "output_router_logits"):
         extra = {"output_router_logits": False, "attention_mask": torch.ones_like(batch["input_ids"])}
     model.zero_grad()
     loss = model(**batch, use_cache=False, **extra).loss
     loss.backward()
-    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    return loss.item(), found
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
     """The verdict on our step: its loss and gradients against those of ``case``."""
+    about: dict[str, Any] = {}
     try:
-        job = job_of(facts_of(case.config), mesh, scan)
-    except UserError as error:
-        return {"verdict": "refused", "cause": _in_words(error)}
-    except Exception as error:
-        return {"verdict": "error", "cause": f"assembling: {_where(error)}"}
-    compute = job.recipe.compute
-    about = {
-        "kind": kind_of(job.model),
-        "layers": cut_of(job.stored),
-        "notice": getattr(job, "notice", ""),
-        "kernels": ", ".join(filter(None, (compute.attention, compute.experts))),
-    }
-    try:
+        job = _job(facts_of(case.config), mesh, scan)
+        kernels = filter(None, (job.recipe.compute.attention, job.recipe.compute.experts))
+        about |= {"kind": _kind_of(job.model), "layers": _cut_of(job.stored), "kernels": ", ".join(kernels)}
         loss, gradients = _ours(job, case)
     except UserError as error:
-        return {**about, "verdict": "refused", "cause": _in_words(error)}
+        return {**about, "verdict": "refused", "cause": f"{error.found}: {error.why}"}
     except Exception as error:
-        return {**about, "verdict": "error", "cause": _where(error)}
+        return {**about, "verdict": "error", "cause": f"{'' if about else 'assembling: '}{_where(error)}"}
     return {**about, **judged(case, loss, gradients)}
 
 
-def job_of(facts: ModelFacts, mesh: str | None, scan: bool) -> Job:
+def _job(facts: ModelFacts, mesh: str | None, scan: bool) -> Job:
     """The job of the recipe ``auto``, without dropped tokens or router losses."""
     recipe = auto_recipe(facts.model, facts.experts, mesh, DEVICES).recipe
     exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if facts.experts else {}
@@ -166,15 +154,14 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     A gradient may be off by up to :data:`MOST` if the plain model's own in float32, in any layer, is as far from
     float64. One that is only rounding, such as a key bias's, may be off by as much as that.
     """
-    missing = [name for name, g in case.gradients.items() if g is not None and name not in gradients]
-    if missing:
+    if missing := [name for name in case.gradients if name not in gradients]:
         return {"verdict": "wrong", "cause": f"no gradient of {missing[0]}"}
-    off = differences(gradients, case.gradients)
+    off = _differences(gradients, case.gradients)
     worst, where = max((value, name) for name, value in off.items())
     loss_off = abs(loss - case.loss) / abs(case.loss)
-    result = {"loss": loss_off, "worst": worst, "where": where}
+    result = {"loss": loss_off, "worst": worst, "where": where, "verdict": "pass"}
     if max(worst, loss_off) <= TOLERANCE:
-        return {**result, "verdict": "pass"}
+        return result
     try:
         own = _rounding(case)
     except Exception as error:
@@ -184,12 +171,9 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     allowed |= {name: MOST for name, gradient in gradients.items() if gradient.numel() == 1}
     beyond = sorted((k for k in off if not off[k] <= allowed.get(k, TOLERANCE)), key=lambda k: -off[k])
     if beyond or not loss_off <= TOLERANCE:
-        return {
-            **result,
-            "verdict": "wrong",
-            "cause": f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}",
-        }
-    return {**result, "verdict": "pass", "cause": f"float32's own rounding there: {own[where][0]:.0e}"}
+        cause = f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}"
+        return {**result, "verdict": "wrong", "cause": cause}
+    return {**result, "cause": f"float32's own rounding there: {own[where][0]:.0e}"}
 
 
 def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
@@ -200,31 +184,30 @@ def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
     finally:
         torch.set_default_dtype(torch.float32)
         case.model.float()
-    off = differences({k: g.double() for k, g in case.gradients.items() if g is not None}, exact)
+    off = _differences({name: gradient.double() for name, gradient in case.gradients.items()}, exact)
     floor, kinds = _floor(exact), {name: re.sub(r"\.\d+(?=\.)", ".*", name) for name in off}
     # a gradient of few numbers is exact in some layers by chance: the farthest of its kind counts
     worst = {kind: max(v for k, v in off.items() if kinds[k] == kind) for kind in set(kinds.values())}
-    most = {k: MOST if (g := exact[k]) is not None and g.norm() > floor else math.inf for k in off}
+    most = {k: MOST if k in exact and exact[k].norm() > floor else math.inf for k in off}
     return {k: (worst[kinds[k]], most[k]) for k in off}
 
 
-def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+def _differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
     """Name → relative difference (2-norm); relative to all gradients together if the gradient is (nearly) zero."""
     floor, found = _floor(theirs), {}
-    for name, gradient in theirs.items():
-        if name in ours:
-            expected = torch.zeros_like(ours[name]) if gradient is None else gradient
-            off = (ours[name].double() - expected.double()).norm() / expected.double().norm().clamp_min(floor)
-            found[name] = off.item() if off.isfinite() else math.inf
+    for name, gradient in ours.items():
+        expected = theirs[name].double() if name in theirs else torch.zeros(())
+        off = (gradient.double() - expected).norm() / expected.norm().clamp_min(floor)
+        found[name] = off.item() if off.isfinite() else math.inf
     return found
 
 
-def _floor(gradients: Mapping[str, torch.Tensor | None]) -> float:
+def _floor(gradients: Tensors) -> float:
     """The norm below which a gradient is mostly rounding."""
-    return 1e-6 * sum(g.double().square().sum().item() for g in gradients.values() if g is not None) ** 0.5
+    return 1e-6 * sum(gradient.double().square().sum().item() for gradient in gradients.values()) ** 0.5
 
 
-def cut_of(plan: ShardingPlan) -> str:
+def _cut_of(plan: ShardingPlan) -> str:
     """The decoder's layers as stored: ``1 + 4 × 2`` is a layer and then a period of four, twice.
 
     In names a stack has its layers' slice as number, ``1:9:4``, or ``*`` for all.
@@ -237,33 +220,25 @@ def cut_of(plan: ShardingPlan) -> str:
             sizes[found[1]] += math.prod(parameter.shape)
     stored = lists[sizes.most_common(1)[0][0]] if lists else {}
     text: list[str] = []
-    for which, layers in itertools.groupby(stored.items(), _run):
-        text.append(f"{which[0]} × {which[1]}" if which[1] > 1 else str(len(list(layers))))
+    for (period, count), layers in itertools.groupby(stored.items(), _period):
+        text.append(f"{period} × {count}" if count > 1 else str(len(list(layers))))
     return " + ".join(text)
 
 
-def _run(stored: tuple[str, int]) -> tuple[int, int]:
-    """(period, repetitions) of layers stored under such a number; (0, 1) for a single layer."""
+def _period(stored: tuple[str, int]) -> tuple[int, int]:
+    """(period, repetitions) of layers stored under such a number; (1, 1) for a single layer."""
     number, count = stored
-    step = number.split(":")[2:]
-    return (int(step[0]) if step else 1, count) if count > 1 else (0, 1)
+    return int(number.split(":")[2]) if count > 1 and number.count(":") == 2 else 1, count
 
 
-def kind_of(model: PreTrainedModel) -> str:
+def _kind_of(model: PreTrainedModel) -> str:
     """The kind of layers in words: experts or dense; and hybrid if not only attention mixes tokens."""
-    other = {type(m).__name__ for m in model.modules()}
-    mixes = any(
-        re.search(r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM", n)
-        for n in other
-    )
-    sparse = bool(experts_modules(model)) or any(re.search(r"MoE|Moe[A-Z]|Experts", n) for n in other)
-    return ("experts" if sparse else "dense") + (", hybrid" if mixes else "")
-
-
-def _in_words(error: UserError) -> str:
-    return f"{error.found}: {error.why}"
+    classes = " ".join({type(module).__name__ for module in model.modules()})
+    mixers = r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM"
+    sparse = experts_modules(model) or re.search(r"MoE|Moe[A-Z]|Experts", classes)
+    return ("experts" if sparse else "dense") + (", hybrid" if re.search(mixers, classes) else "")
 
 
 def _where(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{in_short(error)} ({place.filename.rpartition('/')[2]}:{place.lineno})"
+    return f"{in_short(error)} ({Path(place.filename).name}:{place.lineno})"

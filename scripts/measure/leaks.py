@@ -36,29 +36,12 @@ from shardwright.report.pictures import svg_file
 from shardwright.run import train
 from shardwright.xla.runtime import compile_count
 
-MODEL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_local_experts": 4,
-    "vocab_size": 2048,
-    "max_position_embeddings": 256,
-}
-RUN = {
-    "recipe": "mixtral_ep",
-    "mesh": "fsdp=4,expert=2",
-    "sequence_length": "64",
-    "logging_steps": "5",
-    "eval_strategy": "steps",
-    "eval_steps": "50",
-    "max_eval_rows": "16",
-    "save_steps": "50",
-    "save_total_limit": "2",
-}
-COLUMNS = {"rss": "memory, MiB", "tensors": "tensors alive", "compiles": "compiles"}
-MOST = 1.02  # the last fifth over the second
+MODEL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_local_experts": 4}
+MODEL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 256}
+RUN = "--recipe mixtral_ep --mesh fsdp=4,expert=2 --sequence_length 64 --logging_steps 5 --eval_strategy steps "
+RUN += "--eval_steps 50 --max_eval_rows 16 --save_steps 50 --save_total_limit 2"
+COLUMNS = ("memory, MiB", "tensors alive", "compiles")
+MOST = 0.02  # growth from the second fifth to the last
 
 
 class Gauge(TrainerCallback):
@@ -66,14 +49,9 @@ class Gauge(TrainerCallback):
         self.noted: list[dict[str, float]] = []
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.noted.append(
-            {
-                "rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-                "tensors": (met.counter_value("CreateXlaTensor") or 0) - (met.counter_value("DestroyXlaTensor") or 0),
-                "compiles": compile_count(),
-            }
-        )
+        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        made, gone = (met.counter_value(f"{what}XlaTensor") or 0 for what in ("Create", "Destroy"))
+        self.noted.append(dict(zip(COLUMNS, (memory, made - gone, compile_count()), strict=True)))
 
 
 def main() -> int:
@@ -88,33 +66,25 @@ def main() -> int:
     gauge = Gauge()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MixtralConfig(**MODEL).to_dict()), encoding="utf-8")
-        run = RUN | {"model": folder, "output_dir": f"{folder}/out", "max_steps": str(options.steps)}
-        given = [word for name, value in run.items() for word in (f"--{name}", value)]
-        (args,) = parse([TrainingArguments], [*given, *words[cut + 1 :]], __doc__)
+        run = [*RUN.split(), "--model", folder, "--output_dir", f"{folder}/out", "--max_steps", str(options.steps)]
+        (args,) = parse([TrainingArguments], [*run, *words[cut + 1 :]], __doc__)
         train(args, Console(stderr=True), [gauge])
-    Path(options.plot).write_bytes(_picture(gauge.noted))
-    Console().print(_table(gauge.noted))
-    grown = {name: _growth([noted[name] for noted in gauge.noted]) for name in ("rss", "tensors")}
-    print(", ".join(f"{COLUMNS[name]}: {value:+.1%}" for name, value in grown.items()))
-    return int(any(value > MOST - 1 for value in grown.values()))
+    lines = {name: [(step, each[name]) for step, each in enumerate(gauge.noted, 1)] for name in COLUMNS}
+    charts = [svg_chart(name, {name: points}, 0.0) for name, points in lines.items()]
+    Path(options.plot).write_bytes(svg_file(charts))
+    table = Table("step", *COLUMNS)
+    tenth = max(1, len(gauge.noted) // 10)
+    for step, noted in list(enumerate(gauge.noted, 1))[tenth - 1 :: tenth]:
+        table.add_row(str(step), *(f"{value:,.0f}" for value in noted.values()))
+    Console().print(table)
+    grown = {name: _growth([noted[name] for noted in gauge.noted]) for name in COLUMNS[:2]}
+    print(", ".join(f"{name}: {value:+.1%}" for name, value in grown.items()))
+    return int(any(value > MOST for value in grown.values()))
 
 
 def _growth(values: list[float]) -> float:
     fifth = len(values) // 5
     return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) - 1
-
-
-def _table(noted: list[dict[str, float]]) -> Table:
-    table = Table("step", *COLUMNS.values())
-    tenth = max(1, len(noted) // 10)
-    for step in range(tenth, len(noted) + 1, tenth):
-        table.add_row(str(step), *(f"{noted[step - 1][name]:,.0f}" for name in COLUMNS))
-    return table
-
-
-def _picture(noted: list[dict[str, float]]) -> bytes:
-    lines = {label: [(step, each[name]) for step, each in enumerate(noted, 1)] for name, label in COLUMNS.items()}
-    return svg_file([svg_chart(label, {label: points}, 0.0) for label, points in lines.items()])
 
 
 if __name__ == "__main__":

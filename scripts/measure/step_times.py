@@ -10,72 +10,56 @@ beside its published time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 
 from shardwright.arguments.command_line import Parser
+from shardwright.compile.hlo.cost import count
+from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
-from shardwright.scripts.measure.tpu_tables import ROOT, compile_one
+from shardwright.scripts.measure.tpu_rows import LLAMA8, step
+from shardwright.scripts.measure.tpu_tables import Report, compile_one, markdown
 from shardwright.xla.chips import CHIPS, find_topology
 
-_CONFIG = "@llama3_70b.json,bos_token_id=1,eos_token_id=2"
-_LLAMA_8B = "num_hidden_layers=32,hidden_size=4096,intermediate_size=14336,num_attention_heads=32"
 
-
-@dataclass(frozen=True)
-class Published:
-    """A step that was timed on TPUs, and the compile to compare with it.
-
-    Args:
-        options: those of scripts/compile.py.
-        tokens_per_second: one chip's.
-        tokens: a chip's in one step.
-        source: where it was published.
-        differs: the differences of our step.
-    """
+class Published(NamedTuple):
+    """A step that was timed on TPUs, a chip's tokens in it, and the options of scripts/compile.py for our step."""
 
     options: str
-    tokens_per_second: float
+    tokens_per_second: float  # a chip's
     tokens: int
     source: str
     differs: str
 
 
+_TOKENS = "bos_token_id=1,eos_token_id=2"
 _TIERING = "MaxText docs/reference/models/tiering.md (e591f30)"
 _TRILLIUM = "tpu-recipes training/trillium/Llama3.1-8B-MaxText/v6e-8 (c8cfe2f)"
 _TRILLIUM_MIXTRAL = "tpu-recipes training/trillium/Mixtral-8x7B-MaxText (a50d68e), which names MaxText e7292a3"
-_V6E = (
-    f"--recipe llama_fsdp --model {_CONFIG},{_LLAMA_8B} --sequence_length 8192 --topology v6e:2x4 "
-    "--per_device_train_batch_size 3"
-)
+_V6E = step("llama_fsdp", f"{LLAMA8},{_TOKENS}", "v6e:2x4", 3, length=8192)
+_VMEM = "--compiler_options xla_tpu_scoped_vmem_limit_kib="
 ROWS = {
     "Mixtral-8x7B, dropless, 36 × 4,096, v5p:4x4x8": Published(
-        "--recipe mixtral_fsdp --model docs/configs/mixtral_8x7b.json --sequence_length 4096 --topology v5p:4x4x8 "
-        "--per_device_train_batch_size 36 --weight_dtype bfloat16 --optimizer_dtype bfloat16",
+        step("mixtral_fsdp", "mixtral_8x7b", "v5p:4x4x8", 36, "--weight_dtype bfloat16 --optimizer_dtype bfloat16"),
         2909,
         36 * 4096,
         f"{_TIERING}; tpu-recipes training/v5p/Mixtral-8X7B-Maxtext",
         "nothing that is told: full remat, bfloat16 state",
     ),
     "Llama-2-70B, 2 × 4,096, v5p:4x4x4": Published(
-        f"--recipe llama_fsdp --model {_CONFIG},vocab_size=32000 --sequence_length 4096 --topology v5p:4x4x4 "
-        "--per_device_train_batch_size 2",
+        step("llama_fsdp", f"llama3_70b,{_TOKENS},vocab_size=32000", "v5p:4x4x4", 2),
         692,
         2 * 4096,
         f"{_TIERING}; llama2_70b_v5p_128 in benchmarks/maxtext_v5p_model_configs.py (92e59fd)",
         "full remat, 2 sequences a chip on 64; theirs keeps all products but two of the MLP, 4 on 512",
     ),
     "Llama-3.1-8B, 3 × 8,192, v6e:2x4": Published(
-        f"{_V6E} --compiler_options xla_tpu_scoped_vmem_limit_kib=98304",
+        f"{_V6E} {_VMEM}98304",
         7138.89,
         3 * 8192,
         _TRILLIUM,
@@ -86,9 +70,8 @@ ROWS = {
         _V6E, 7138.89, 3 * 8192, _TRILLIUM, "as the row above, and the flags that a run here sets on v6e"
     ),
     "Mixtral-8x7B, capacity 1.25, 8 × 4,096, v6e:16x16": Published(
-        "--recipe mixtral_fsdp --model docs/configs/mixtral_8x7b.json --sequence_length 4096 --topology v6e:16x16 "
-        "--mesh fsdp=16,inner=16 --per_device_train_batch_size 8 --compute experts=capacity,capacity_factor=1.25 "
-        "--compiler_options xla_tpu_scoped_vmem_limit_kib=81920",
+        step("mixtral_fsdp", "mixtral_8x7b", "v6e:16x16", 8, "--mesh fsdp=16,inner=16", f"{_VMEM}81920")
+        + " --compute experts=capacity,capacity_factor=1.25",
         3896.752,
         8 * 4096,
         _TRILLIUM_MIXTRAL,
@@ -102,11 +85,7 @@ _PRODUCT_SECONDS = 0.006047147869830951  # docs.jax.dev/en/latest/pallas/tpu/mat
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--efficiency", default="", help="as compile.py takes it")
-    parser.add_argument("--product", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
     arguments = parser.parse_args()
-    if arguments.product:
-        print(json.dumps(_product_cycles()))
-        return 0
     console, rows = Console(stderr=True), []
     given = f" --efficiency {arguments.efficiency}" if arguments.efficiency else ""
     for name, published in ROWS.items():
@@ -115,10 +94,9 @@ def main() -> int:
         say(console, f"{name}: {report.get('failed') or 'done'}")
         rows.append([name, *_cells(published, report)])
     header = ["", "published, s", "estimated", "error", "MFU published", "estimated", "time goes to", "differs"]
-    print(_markdown([header, ["---"] * len(header), *rows]))
-    print("\n" + "\n".join(f"- {name}: {published.source}" for name, published in ROWS.items()))
-    cycles = json.loads(subprocess.check_output([sys.executable, __file__, "--product"], cwd=ROOT, env=_environment()))
-    seconds = cycles / CHIPS["v5e"].clock
+    print(markdown(header, rows))
+    print("\n" + "\n".join(f"- {name}: {published.source}" for name, published in ROWS.items()), flush=True)
+    seconds = _product_cycles() / CHIPS["v5e"].clock
     print(
         f"\nA product of {_PRODUCT:,}³ on v5e: published {_PRODUCT_SECONDS * 1e3:.2f} ms, by the compiler's cycles "
         f"{seconds * 1e3:.2f} ms ({seconds / _PRODUCT_SECONDS - 1:+.1%})"
@@ -126,7 +104,7 @@ def main() -> int:
     return 0
 
 
-def _cells(published: Published, report: dict[str, Any]) -> list[str]:
+def _cells(published: Published, report: Report) -> list[str]:
     seconds = published.tokens / published.tokens_per_second
     if "failed" in report:
         return [f"{seconds:.2f}", report["failed"], *[""] * 5]
@@ -144,24 +122,14 @@ def _cells(published: Published, report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _markdown(rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _environment() -> dict[str, str]:
-    """The environment for libtpu without a TPU, as in shardwright.compile.libtpu."""
-    worker = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
-    return {**os.environ, **worker, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-
-
-def _product_cycles() -> int:
+def _product_cycles() -> float:
     """The compiler's estimated cycles for one bfloat16 product on a v5e chip."""
+    # libtpu without a TPU, as in shardwright.compile.libtpu
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     import jax
     import numpy as np
     from jax.experimental import topologies
-
-    from shardwright.compile.hlo.cost import count
-    from shardwright.compile.hlo.text import parse
 
     name, options = find_topology("v5e:1x1").libtpu()
     chips = topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices
@@ -169,7 +137,7 @@ def _product_cycles() -> int:
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     matrix = jax.ShapeDtypeStruct((_PRODUCT, _PRODUCT), "bfloat16", sharding=whole)
     text = jax.jit(jax.numpy.matmul).lower(matrix, matrix).compile().as_text() or ""
-    return int(count(parse(text), {"x": 1}, 1, CHIPS["v5e"]).cycles)
+    return count(parse(text), {"x": 1}, 1, CHIPS["v5e"]).cycles
 
 
 if __name__ == "__main__":

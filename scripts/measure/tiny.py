@@ -41,7 +41,7 @@ LEFT_OUT = {family: why for why, families in _LEFT_OUT.items() for family in fam
 # (pattern of an int field, its new value, or a function of the default); the first that matches counts
 _RULES: Sequence[tuple[str, Any]] = [
     (r"vocab", 256),
-    (r"(num_)?(hidden_)?layers|n_layers?", 0),  # decided apart
+    (r"(num_)?(hidden_)?layers|n_layers?", None),  # decided apart
     (r"moe.*intermediate_size|.*shared.*intermediate_size|.*expert.*(size|dim)", 32),
     (r".*intermediate_size.*|ffn_dim|ffn_hidden_size|n_inner|dff|d_ff|dim_ff|ff_dim", 128),
     (r"hidden_size|n_embd|d_model|emb_dim|embedding_dim|word_embed_proj_dim|lru_width|attention_hidden_size", 64),
@@ -65,34 +65,32 @@ _RULES: Sequence[tuple[str, Any]] = [
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-# family → values that the rules can't know
 _MOE_OF_DEFAULT_NONE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+_MLP_THEN_EXPERTS = {"first_k_dense_replace": 1, "num_hidden_layers": 4}
+_SPARSE_ATTENTION = {**_MLP_THEN_EXPERTS, "mlp_layer_types": ["dense", *["sparse"] * 3]}
 _SWA = {"rope_type": "default", "rope_theta": 10_000.0}
+_THETAS = {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2}
+_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TEXT |= {"vocab_size": 256, "pad_token_id": 0}
+_NARROW = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+_CONVOLUTIONS = [*["conv", "conv", "full_attention"] * 2, "conv", "full_attention"]
+_ZAMBA = {"attention_hidden_size": 128, "attention_head_dim": 32}
+
+# family → its number of layers, where no list of their kinds tells it
+_LAYERS = {"afmoe": 9, "flint": 10, "glm4_moe": 4, "gpt_neox_japanese": 4, "hrm_text": 2, "inkling2_text": 13}
+_LAYERS |= {"modernbert-decoder": 7, "recurrent_gemma": 8}
+# family → values that the rules can't know
 BY_HAND: dict[str, dict[str, Any]] = {
+    **{family: {"num_hidden_layers": layers} for family, layers in _LAYERS.items()},
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "beam": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3, "num_hidden_layers": 9}
+    | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 6},
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         "encoder_hash_byte_group_size": [3, 4],
-        "patcher_config": {
-            "vocab_size": 260,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-        },
-        "encoder_config": {
-            "hidden_size_global": 64,
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-        },
-        "decoder_config": {
-            "hidden_size_global": 64,
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 3,
-            "intermediate_size": 64,
-        },
+        "patcher_config": {**_NARROW, "num_hidden_layers": 2, "vocab_size": 260},
+        "encoder_config": {**_NARROW, "hidden_size_global": 64},
+        "decoder_config": {**_NARROW, "hidden_size_global": 64, "num_hidden_layers": 3},
         "cross_attn_k": 2,
         "global_config": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},
     },
@@ -105,157 +103,62 @@ BY_HAND: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
     },
-    "deepseek_v2": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 4},
-    "deepseek_v4": {
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-        "num_hidden_layers": 8,
-        "o_groups": 2,
-        "index_topk": 4,
-    },
-    "dots1": {**_MOE_OF_DEFAULT_NONE, "first_k_dense_replace": 1, "num_hidden_layers": 4},
-    "dots3_note_text": {
-        "head_dim": 32,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 32,
-        "swa_qk_nope_head_dim": 16,
-        "swa_v_head_dim": 16,
-    },
+    "deepseek_v2": {**_MLP_THEN_EXPERTS, "num_experts_per_tok": 2},
+    "deepseek_v3": _MLP_THEN_EXPERTS,
+    "deepseek_v32": _SPARSE_ATTENTION,
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+    | {"num_hidden_layers": 8, "o_groups": 2, "index_topk": 4},
+    "dots1": {**_MOE_OF_DEFAULT_NONE, **_MLP_THEN_EXPERTS},
+    "dots3_note_text": {"head_dim": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}
+    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
     "emu3": {
         "text_config": {
+            **_TEXT,
+            "num_hidden_layers": 3,
             "attention_dropout": 0.0,
-            "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "vocab_size": 256,
         },
         "vocabulary_map": {"<|extra_200|>": 255, "<image>": 254, "<|visual token 000000|>": 253},
     },
     "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 3},
-    "flint": {"num_hidden_layers": 10},
-    "inkling2_text": {"num_hidden_layers": 13},
-    "afmoe": {"num_hidden_layers": 9},
-    "gemma3n_text": {
-        "num_hidden_layers": 10,
-        "num_kv_shared_layers": 5,
-        "intermediate_size": [128] * 10,
-        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 8,
-        "hidden_size_per_layer_input": 16,
-    },
-    "glm4_moe": {"num_hidden_layers": 4},
-    "deepseek_v32": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]},
-    "glm_moe_dsa": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]},
-    "gpt_neox_japanese": {"num_hidden_layers": 4},
-    "modernbert-decoder": {"num_hidden_layers": 7},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2},
-    "beam": {
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
-        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 6,
-        "num_hidden_layers": 9,
-    },
+    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 16}
+    | {"intermediate_size": [128] * 10, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 8},
+    "glm_moe_dsa": _SPARSE_ATTENTION,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
-    "granite_swa": {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2},
-    "granitemoe_swa": {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-        "num_hidden_layers": 6,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-    },
-    "hrm_text": {"num_hidden_layers": 2},
+    "granite_swa": _THETAS,
+    "granitemoe_swa": _THETAS,
+    "granitemoehybrid": {"num_hidden_layers": 6, "mamba_n_heads": 8, "mamba_d_head": 16}
+    | {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
-    "lfm2": {
-        "layer_types": [*["conv", "conv", "full_attention"] * 2, "conv", "full_attention"],
-        "num_hidden_layers": 8,
-        "block_multiple_of": 16,
-    },
-    "lfm2_moe": {
-        "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "full_attention"],
-        "num_hidden_layers": 8,
-    },
-    "longcat_flash": {
-        "num_layers": 3,
-        "ffn_hidden_size": 128,
-        "expert_ffn_hidden_size": 32,
-        "zero_expert_num": 4,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "qk_head_dim": 32,
-    },
+    "lfm2": {"layer_types": _CONVOLUTIONS, "num_hidden_layers": 8, "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": _CONVOLUTIONS, "num_hidden_layers": 8},
+    "longcat_flash": {"num_layers": 3, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "zero_expert_num": 4}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"index_n_heads": 2},
     "ministral": {"head_dim": 16},
     "mllama": {
-        "text_config": {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 5,
-            "cross_attention_layers": [3],
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 256,
-            "pad_token_id": 0,
-        },
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_global_layers": 1,
-            "attention_heads": 2,
-            "vision_output_dim": 64,
-            "intermediate_layers_indices": [0],
-        },
+        "text_config": {**_TEXT, "num_hidden_layers": 5, "cross_attention_layers": [3]},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_global_layers": 1}
+        | {"attention_heads": 2, "vision_output_dim": 64, "intermediate_layers_indices": [0]},
     },
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2},
     "phi4_multimodal": {
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "crop_size": 28,
-            "image_token_id": 250,
-        },
-        "audio_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_blocks": 1,
-            "num_attention_heads": 2,
-            "ext_pw_out_channel": 32,
-            "depthwise_separable_out_channel": 32,
-            "nemo_conv_channels": 32,
-            "audio_token_id": 251,
-            "bias_max_distance": 16,
-        },
+        "vision_config": _NARROW | {"num_hidden_layers": 2, "image_size": 28, "crop_size": 28, "image_token_id": 250},
+        "audio_config": _NARROW
+        | {"num_blocks": 1, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32}
+        | {"nemo_conv_channels": 32, "audio_token_id": 251, "bias_max_distance": 16},
     },
-    "qwen4_exp_text": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 16,
-    },
-    "recurrent_gemma": {"num_hidden_layers": 8},
+    "qwen4_exp_text": {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+    | {"indexer_compress_ratio": 2, "hc_lowrank": 16},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 2, "num_hidden_layers": 8},
-    "zamba": {
-        "num_hidden_layers": 9,
-        "layers_block_type": [*["linear_attention"] * 2, "hybrid"] * 3,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba": _ZAMBA
+    | {"num_hidden_layers": 9, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 3},
+    "zamba2": _ZAMBA,
 }
 
 
@@ -274,11 +177,8 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     known = kind.__dataclass_fields__
     if "kv_lora_rank" in known:  # latent attention has a key head for each query head
         by_hand = {"num_key_value_heads": _HEADS, **by_hand}
-    shrunk = {
-        name: _shrunk(name, value) for name, value in vars(default).items() if name not in {"qk_head_dim", *by_hand}
-    }
-    values = {name: new for name, new in shrunk.items() if new is not None}
-    values |= by_hand
+    shrunk = {n: _shrunk(n, v) for n, v in vars(default).items() if n not in {"qk_head_dim", *by_hand}}
+    values = {n: v for n, v in shrunk.items() if v is not None} | by_hand
     depth_name = next((n for names in (by_hand, vars(default)) for n in _DEPTHS if n in names), "")
     depth = getattr(default, depth_name, 0)
     lists = {n: v for n, v in vars(default).items() if isinstance(v, list) and len(v) == depth and n not in by_hand}
@@ -314,6 +214,6 @@ def _shrunk(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     rule = next((new for pattern, new in _RULES if re.fullmatch(pattern, name) or pattern == "vocab" in name), None)
-    if rule is None or rule == 0:
-        return None
-    return rule(value) if callable(rule) else min(rule, value) if "rank" in name else rule
+    if callable(rule):
+        return rule(value)
+    return min(rule, value) if rule and "rank" in name else rule

@@ -37,6 +37,8 @@ from shardwright.data.rows.batches import TrainingBatches
 PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
 MARGIN = "rewards/margins"
+Case = Mapping[str, Any]
+Samples = list[dict[str, Any]]
 Steps = Sequence[Mapping[str, Any]]
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 128, "vocab_size": 264, "max_position_embeddings": 256}
@@ -44,37 +46,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "router_aux_loss_coef": 0.02},
 }
-RECIPES = {"llama": ("llama_fsdp", None), "mixtral": ("mixtral_ep", "experts=dropless")}
+RECIPES: dict[str, dict[str, Any]] = {
+    "llama": {"recipe": "llama_fsdp"},
+    "mixtral": {"recipe": "mixtral_ep", "compute": "experts=dropless"},
+}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj"]
-LORA: dict[str, dict[str, Any]] = {
-    "llama": {"r": 4, "lora_alpha": 8, "target_modules": [*LINEAR, "gate_proj", "up_proj", "down_proj"]},
-    "mixtral": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": LINEAR,
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    },
+LORA = {
+    "llama": {"target_modules": [*LINEAR, "gate_proj", "up_proj", "down_proj"]},
+    "mixtral": {"target_modules": LINEAR, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
 }
 # options of both sides, under transformers' names
-OPTIONS: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 4,
-    "weight_decay": 0.01,
-    "adam_beta2": 0.99,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-}
-THEIRS: dict[str, Any] = {
-    "optim": "adamw_torch",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-}
+OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 4}
+OPTIONS |= {"weight_decay": 0.01, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 1.0}
+OURS: dict[str, Any] = {"sequence_length": LENGTH, "logging_steps": 1, "save_strategy": "no", "eval_on_start": False}
+OURS |= {"max_eval_rows": 8}
 # objective → its numbers, under trl's names
 PREFERENCES: dict[str, dict[str, float]] = {
     "dpo": {"beta": 0.3},
@@ -84,30 +69,28 @@ PREFERENCES: dict[str, dict[str, float]] = {
 }
 
 
-def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    for family, lora, packed in itertools.product(CONFIGS, (False, True), (True, False)):
-        words = ("sft", family, "lora" if lora else "full", "packed" if packed else "unpacked")
-        yield " ".join(words), _case(family, "sft", lora, packed)
-    for objective, family, lora in itertools.product(PREFERENCES, CONFIGS, (False, True)):
-        if objective in ("dpo", "ipo") or not lora:
-            yield f"{objective} {family} {'lora' if lora else 'full'} packed", _case(family, objective, lora, True)
+def cases() -> Iterator[tuple[str, Case]]:
+    tuned = itertools.product(["sft"], CONFIGS, (False, True), (True, False))
+    preferring = itertools.product(PREFERENCES, CONFIGS, (False, True), [True])
+    for objective, family, lora, packed in (*tuned, *preferring):
+        if lora and objective in ("orpo", "simpo"):
+            continue
+        name = f"{objective} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}"
+        yield (
+            name,
+            {
+                "family": family,
+                "config": CONFIGS[family],
+                "objective": objective,
+                "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
+                "packed": packed,
+                "options": OPTIONS,
+                "numbers": PREFERENCES.get(objective, {}),
+            },
+        )
 
 
-def _case(family: str, objective: str, lora: bool, packed: bool) -> dict[str, Any]:
-    router = {"router_aux_loss_coef": CONFIGS[family]["router_aux_loss_coef"]} if family == "mixtral" else {}
-    return {
-        "family": family,
-        "config": CONFIGS[family],
-        "objective": objective,
-        "lora": LORA[family] if lora else None,
-        "packed": packed,
-        "training": OPTIONS | THEIRS,
-        "router": router,
-        "numbers": PREFERENCES.get(objective, {}),
-    }
-
-
-def compared(case: dict[str, Any], folder: Path) -> tuple[Steps, Steps, float, float]:
+def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float]:
     """Our log of each step, trl's, the mean samples a step, and the fullness of our rows."""
     (folder / "case.json").write_text(json.dumps(case))
     _plain("init", folder)
@@ -120,86 +103,79 @@ def compared(case: dict[str, Any], folder: Path) -> tuple[Steps, Steps, float, f
 
 
 def _plain(what: str, folder: Path) -> None:
+    command = [sys.executable, str(PLAIN), what, str(folder)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    done = subprocess.run(
-        [sys.executable, str(PLAIN), what, str(folder)], capture_output=True, text=True, env=environment, timeout=1800
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     if done.returncode:
         raise SystemExit(f"{PLAIN.name} {what}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
-def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _records(case: Case) -> Iterator[dict[str, str]]:
     """Prompts and completions, or pairs, of random letters; unpacked, some are as long as a row and most shorter."""
     rng = np.random.default_rng(0)
 
     def words(count: int) -> str:
         return "".join(rng.choice(list("etaoin shrdlu"), count))
 
-    records = []
     for _ in range(1600 if case["packed"] else 400):
         # one less than a row: a token ends the sample
         length = int(rng.integers(6, 59) if case["packed"] else np.exp(rng.uniform(np.log(8), np.log(LENGTH - 1))))
         asked = int(rng.integers(1, length - 1))
         prompt, answer = words(asked), words(length - asked)
         if case["objective"] == "sft":
-            records.append({"prompt": prompt, "completion": answer})
+            yield {"prompt": prompt, "completion": answer}
         else:
             most = min(30, LENGTH - length - asked - 2)  # pairs must fit into a row: trl ends cut ones too
-            records.append({"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, most)))})
-    return records
+            yield {"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, most)))}
 
 
-def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[str, Any]]], float]:
+def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     """(log of each step, samples of each step's batch, fullness of the rows)."""
-    recipe, compute = RECIPES[case["family"]]
-    options: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
+    adapter: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
     args = TrainingArguments(
-        recipe=recipe,
-        compute=compute,
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
-        sequence_length=LENGTH,
         output_dir=str(folder / "out"),
         max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
         packing=case["packed"],
-        eval_on_start=False,
-        max_eval_rows=8,
         objective=case["objective"],
+        **OURS,
+        **RECIPES[case["family"]],
         **case["numbers"],
         **OPTIONS,
-        **options,
+        **adapter,
     )
     done = train(args, Console(quiet=True))
     entries = [entry for entry in done.state.log_history if "loss" in entry]
-    share, lengths = (0, 1), done.job.row_lengths
-    rows = itertools.islice(TrainingBatches(done.corpus.train, done.job.rows, args.seed, *share, lengths), STEPS)
-    batches, used, room = [], 0, 0
-    for batch in rows:
-        samples = list(_samples(batch))
-        batches.append(samples if case["objective"] == "sft" else list(_pairs(samples, case["objective"])))
-        used, room = used + int((batch["segment_ids"] > 0).sum()), room + batch["segment_ids"].numel()
-    return entries, batches, used / room
+    rows = TrainingBatches(done.corpus.train, done.job.rows, args.seed, 0, 1, done.job.row_lengths)
+    taken = list(itertools.islice(rows, STEPS))
+    batches = [_samples(batch) for batch in taken]
+    if case["objective"] != "sft":
+        batches = [_pairs(samples, case["objective"]) for samples in batches]
+    used = sum(int((batch["segment_ids"] > 0).sum()) for batch in taken)
+    return entries, batches, used / sum(batch["segment_ids"].numel() for batch in taken)
 
 
-def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _samples(batch: Mapping[str, Any]) -> Samples:
+    samples = []
     columns = (batch[name].numpy() for name in ("input_ids", "labels", "segment_ids"))
     for tokens, labels, segments in zip(*columns, strict=True):
         for number in range(1, segments.max() + 1):
             own = segments == number
-            yield {"input_ids": tokens[own].tolist(), "labels": labels[own].tolist()}
+            samples.append({"input_ids": tokens[own].tolist(), "labels": labels[own].tolist()})
+    return samples
 
 
-def _pairs(samples: Sequence[Mapping[str, Any]], objective: str) -> Iterator[dict[str, Any]]:
+def _pairs(samples: Samples, objective: str) -> Samples:
     """Pairs as trl's collator takes them; for two of its trainers as tokens that become texts."""
+    pairs = []
     for chosen, rejected in zip(samples[0::2], samples[1::2], strict=True):
         start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
         parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
-        if objective in ("dpo", "ipo"):
-            yield dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), parts, strict=True))
-        else:
-            yield {"tokens": dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))}
+        pair = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+        texts = objective in ("orpo", "simpo")
+        pairs.append({"tokens": pair} if texts else {f"{name}_ids": tokens for name, tokens in pair.items()})
+    return pairs
 
 
 def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
@@ -212,11 +188,11 @@ def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="words with commas between them, which a case's name has all")
-    wanted = [word for word in parser.parse_args().only.split(",") if word]
-    console, off = Console(width=160), 0.0
+    wanted = {word for word in parser.parse_args().only.split(",") if word}
+    off = 0.0
     table = Table("case", "rows full", "a step", "first loss", "last loss", "trl's last", "worst step", "worst margin")
     for name, case in cases():
-        if not set(wanted) <= set(name.split()):
+        if not wanted <= set(name.split()):
             continue
         with tempfile.TemporaryDirectory(prefix="parity-") as folder:
             entries, theirs, count, full = compared(case, Path(folder))
@@ -226,7 +202,7 @@ def main() -> int:
         margin = f"{worst(entries, theirs, MARGIN):.1e}" if MARGIN in theirs[0] else ""
         table.add_row(name, f"{full:.0%}", f"{count:.1f}", *losses, f"{difference:.1e}", margin)
         print(f"{name}: {difference:.1e}", file=sys.stderr, flush=True)
-    console.print(table)
+    Console(width=160).print(table)
     return int(off > TOLERANCE)
 
 

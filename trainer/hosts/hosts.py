@@ -43,20 +43,14 @@ class Hosts:
         return self.count > 1
 
     def gather(self, value: T) -> list[T]:
-        """The hosts' values, in order of hosts, on all of them.
-
-        Raises:
-            UserError: another host refuses something in :meth:`together` instead.
-        """
+        """The hosts' values, in their order, on all; raises UserError if one refuses something in :meth:`together`."""
         return [outcome.value for outcome in self._exchange(_Outcome(value))]
 
     def once(self, make: Callable[[], T]) -> T:
         """The first host's result, or refusal, on every host."""
         if not self.several:
             return make()
-        mine = _outcome(make) if self.first else _Outcome()
-        self._exchange(_Outcome(problem=mine.problem))
-        made = [mine.value]
+        made: list[Any] = [self.together(make if self.first else lambda: None)]
         self._speak(lambda: dist.broadcast_object_list(made, src=0, group=self._group))
         return made[0]
 
@@ -77,8 +71,8 @@ class Hosts:
         for host, outcome in enumerate(found):
             if outcome.problem is not None:
                 kind, texts = outcome.problem
-                found_there = {"found": f"on host {host}: {texts['found']}"} if host else {}
-                error: Any = kind(**{**texts, **found_there})
+                where = f"on host {host}: " if host else ""
+                error: Any = kind(**{**texts, "found": where + texts["found"]})
                 error.known_to_all = True
                 raise error
         return found
@@ -95,23 +89,19 @@ class Hosts:
             ) from None
 
     def check_same(self, facts: Mapping[str, str]) -> None:
-        """Refuses to go on unless ``facts`` (name → value) are equal on all hosts.
-
-        Raises:
-            UserError: names the first that differs, with the first host's value and another's.
-        """
+        """Raises UserError, which names the first that differs, unless ``facts`` are the same on all hosts."""
         first, *others = self.gather(dict(facts))
         for host, theirs in enumerate(others, start=1):
-            for name in [*first, *(other for other in theirs if other not in first)]:
-                ours, other = first.get(name, "none"), theirs.get(name, "none")
-                if ours != other:  # all hosts raise this
-                    raise UserError(
-                        asked=f"a job on {self.count} hosts",
-                        found=f"{name}: {_cut(ours)} on host 0, {_cut(other)} on host {host}",
-                        why="all hosts run one program on one set of data: with two, a step waits for ever or computes "
-                        "nobody's numbers",
-                        instead="the same command, code and files on every host",
-                    )
+            here = {name: first.get(name, "none") for name in {**first, **theirs}}
+            there = {name: theirs.get(name, "none") for name in here}
+            if name := next((name for name in here if here[name] != there[name]), None):  # all hosts raise this
+                raise UserError(
+                    asked=f"a job on {self.count} hosts",
+                    found=f"{name}: {_cut(here[name])} on host 0, {_cut(there[name])} on host {host}",
+                    why="all hosts run one program on one set of data: with two, a step waits for ever or computes "
+                    "nobody's numbers",
+                    instead="the same command, code and files on every host",
+                )
 
     def beside(self) -> Hosts:
         """The same hosts for another thread, which calls in an order of its own."""
@@ -171,11 +161,7 @@ def hosts() -> Hosts:
 def connect(index: int, count: int, address: str, port: int) -> None:
     """Brings the hosts of the job together; called once the devices are open, which tell the host's index.
 
-    Args:
-        address, port: of the first host, reachable by all; a free port.
-
-    Raises:
-        LostHost: not all hosts came.
+    All reach the first at ``address`` and its free ``port``. Raises LostHost if not all come.
     """
     global _job
     if count == 1 or _job.several:

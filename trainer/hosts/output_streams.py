@@ -39,15 +39,14 @@ class _Lasting(io.FileIO):
             return memoryview(data).nbytes
 
 
-def make_output_last() -> Callable[[], None]:
-    """Replaces ``sys.stdout`` and ``sys.stderr`` by such streams, and ignores SIGHUP; returns the undo.
+def make_output_last() -> contextlib.ExitStack:
+    """Replaces ``sys.stdout`` and ``sys.stderr`` by such streams, and ignores SIGHUP, until the result is closed.
 
     A stream that does not write straight to a descriptor (a notebook's, a test's) stays, as does a handler of SIGHUP.
     """
-    heeds = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-    if heeds:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    replaced = {}
+    undo = contextlib.ExitStack()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        undo.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
@@ -58,34 +57,20 @@ def make_output_last() -> Callable[[], None]:
         with contextlib.suppress(OSError):
             stream.flush()
         lasting: Any = _Lasting(raw.fileno())
-        replaced[name] = stream
-        replacement = io.TextIOWrapper(
-            lasting if raw is stream.buffer else io.BufferedWriter(lasting),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
+        buffer = lasting if raw is stream.buffer else io.BufferedWriter(lasting)
+        look = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+        replacement = io.TextIOWrapper(buffer, **look)
         setattr(sys, name, replacement)
-
-    def undo() -> None:
-        for name, stream in replaced.items():
-            getattr(sys, name).flush()
-            setattr(sys, name, stream)
-        if heeds:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
+        undo.callback(setattr, sys, name, stream)
+        undo.callback(replacement.flush)
     return undo
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """Drops failed writes to standard output and error inside the ``with``."""
-    undo = make_output_last()
-    try:
+    with make_output_last():
         yield
-    finally:
-        undo()
 
 
 def fill_closed_descriptors() -> None:

@@ -44,10 +44,9 @@ class Restarts:
     before: LastRestart = LastRestart()
 
     def follows(self, error: BaseException, begun: bool) -> bool:
-        """Whether the run begins again after ``error``.
+        """Whether the run begins again after ``error``; ``begun``: a step was taken.
 
-        Args:
-            begun: a step was taken. A first process that fails before one was most likely given wrong options.
+        A first process that fails before one was most likely given wrong options.
         """
         return isinstance(error, TransientError) and self.before.count < self.limit and (begun or self.before.count > 0)
 
@@ -73,9 +72,7 @@ def wait_before(restart: int) -> float:
 def words_again(output: str, resume: str | None, saved: bool) -> list[str]:
     """The words to add to a command that has trained into ``output``, so that it goes on; later options win.
 
-    Args:
-        resume: its ``--resume_from_checkpoint``.
-        saved: whether it has a checkpoint to go on from. Without one it begins where it began.
+    Without a ``saved`` checkpoint it begins where it began, as its ``--resume_from_checkpoint`` (``resume``) says.
     """
     own = saved or resume in (None, "latest")
     more = ["--resume_from_checkpoint", "latest"] if own else ["--overwrite_output_dir", "True"]
@@ -83,11 +80,7 @@ def words_again(output: str, resume: str | None, saved: bool) -> list[str]:
 
 
 def check_limit(limit: int, restarts: Restarts | None) -> None:
-    """Refuses ``--max_restarts`` in a process without a supervisor.
-
-    Raises:
-        UserError: there is a ``limit``, but no ``restarts``.
-    """
+    """Raises UserError for ``--max_restarts`` in a process without a supervisor."""
     if limit and restarts is None:
         raise UserError(
             asked=f"--max_restarts {limit}",
@@ -157,23 +150,14 @@ def write_notes(path: str, facts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of one host's run.
+    """The end of one host's run."""
 
-    Args:
-        code: its exit code, or minus the signal that ended it.
-        told: its supervisor was told to stop.
-        transient: it noted a transient reason.
-        begun: a step was taken.
-        why: the reason that it noted.
-        more: the words with which its command goes on.
-    """
-
-    code: int
-    told: bool = False
-    transient: bool = False
-    begun: bool = False
-    why: str = ""
-    more: Sequence[str] = ()
+    code: int  # its exit code, or minus the signal that ended it
+    told: bool = False  # its supervisor was told to stop
+    transient: bool = False  # it noted a transient reason
+    begun: bool = False  # a step was taken
+    why: str = ""  # the reason that it noted
+    more: Sequence[str] = ()  # words with which its command goes on
 
     @property
     def killed(self) -> bool:
@@ -211,14 +195,11 @@ def decide(ended: Sequence[RunEnd], restarts: int, limit: int) -> Verdict:
     transient end makes up for others without a reason. A user's error and a request to stop are final.
     """
     refused = [each for each in ended if each.code == 2 and not each.transient]
-    stopped = [each for each in ended if each.stopped]
-    if final := [*refused, *stopped]:
+    if final := [*refused, *(each for each in ended if each.stopped)]:
         return Verdict(False, final[0].code)
-    passing = [each for each in ended if each.passing]
     begun = restarts > 0 or any(each.begun for each in ended)
-    if passing and begun and restarts < limit:
-        more = next((each.more for each in ended if each.more), ())
-        return Verdict(True, why=_why(ended), more=more)
+    if begun and restarts < limit and any(each.passing for each in ended):
+        return Verdict(True, why=_why(ended), more=next((each.more for each in ended if each.more), ()))
     lost = len(ended) > 1 and any(each.killed or each.code == LOST for each in ended)
     return Verdict(False, LOST if lost else next((each.code for each in ended if each.code), 0), _why(ended))
 

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from shardwright.errors import LOST, UserError, command
 from shardwright.hosts.restarts import NOTES, LastRestart, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
-from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT, Silence
+from shardwright.hosts.watchdog import CONNECT, LOOK, SILENT, Silence, part
 from shardwright.report.lines import say
 
 T = TypeVar("T")
@@ -53,18 +53,14 @@ Start = Callable[[Sequence[str], str], ChildRun]  # from a command's words, and 
 class HostPlace:
     """A host in its job: its number of ``count``, and the address and port at which the hosts' runs meet."""
 
-    index: int
-    count: int
-    address: str
-    port: int
+    index: int = 0
+    count: int = 1
+    address: str = ""
+    port: int = 0
 
 
 def supervise(limit: int, words: Sequence[str]) -> int:
-    """Trains by this process's own command, restarts at most ``limit`` times, and returns the exit code.
-
-    Args:
-        words: the command's, after its script.
-    """
+    """Trains by this process's own command, whose script has ``words`` behind it; returns the exit code."""
     # a group of its own: signals to this process's group (a terminal's, `timeout`'s) reach the run once, from here
     own = own_command(words)
 
@@ -76,11 +72,7 @@ def supervise(limit: int, words: Sequence[str]) -> int:
 
 
 def own_command(words: Sequence[str]) -> list[str]:
-    """This process's command line before ``words``.
-
-    Raises:
-        UserError: it does not end with ``words``.
-    """
+    """This process's command line before ``words``; raises UserError if it does not end with them."""
     head = sys.orig_argv[: len(sys.orig_argv) - len(words)]
     if [*head, *words] != sys.orig_argv:
         raise UserError(
@@ -95,9 +87,8 @@ def own_command(words: Sequence[str]) -> list[str]:
 class Supervisor:
     """Runs the training, with at most ``limit`` restarts; ``start`` starts it."""
 
-    def __init__(self, limit: int, start: Start, console: Console | None = None) -> None:
-        self.limit, self.start, self.console = limit, start, console or Console()
-        self.meeting = Meeting()
+    def __init__(self, limit: int, start: Start) -> None:
+        self.limit, self.start, self.meeting = limit, start, Meeting()
         self.told = 0  # the signal that asked this process to end
         self._child: ChildRun | None = None
         self._kept_back = False  # that signal came without a child to pass it on to
@@ -121,20 +112,21 @@ class Supervisor:
             os.remove(notes)
 
     def _live(self, notes: str, before: LastRestart, more: Sequence[str]) -> RunEnd:
-        """Runs the training once."""
         if self.told:
             return RunEnd(-self.told, told=True)
         write_notes(notes, {"supervisor": os.getpid(), **asdict(before)})
         self._child = child = self.start(more, notes)
         if self._kept_back:
             self._pass_on()
-        while (code := _code(child, LOOK)) is None:
-            self.meeting.look(before.count, _place(notes))
-            if self.meeting.overdue:
+        code = None
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(LOOK)
+                self._child = None
+            found = read_notes(notes)
+            self.meeting.look(before.count, HostPlace(*found["job"]) if "job" in found else None)
+            if code is None and self.meeting.overdue:
                 child.kill()
-        self._child = None
-        self.meeting.look(before.count, _place(notes))
-        found = read_notes(notes)
         ended = RunEnd(
             code,
             told=bool(self.told),
@@ -151,7 +143,7 @@ class Supervisor:
     def _wait(self, before: LastRestart) -> None:
         seconds = wait_before(before.count)
         if self.meeting.first:
-            say(self.console, f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
+            say(Console(), f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
             sys.stdout.flush()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.told:
@@ -171,13 +163,12 @@ class Supervisor:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """Passes SIGTERM and Ctrl-C on to the run, which saves and ends, or ends at the second signal."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        previous = {number: signal.signal(number, self._hear) for number in numbers}
+        previous = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number in numbers:
-                signal.signal(number, previous[number])
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _hear(self, number: int, frame: Any) -> None:
         if self._child is None and self._kept_back:
@@ -191,38 +182,21 @@ class Supervisor:
             self._child.send_signal(self.told)
 
 
-def _code(child: ChildRun, seconds: float) -> int | None:
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _place(notes: str) -> HostPlace | None:
-    job = read_notes(notes).get("job")
-    return None if job is None else HostPlace(*job)
-
-
 class Meeting:
-    """The supervisors of a job as one of them sees them; on one host it is alone.
-
-    Attributes:
-        lost: why the others can't be met any more; empty while they can.
-    """
+    """The supervisors of a job as one of them sees them; on one host it is alone."""
 
     def __init__(self) -> None:
-        self.lost = ""
-        self._place: HostPlace | None = None
+        self.lost = ""  # why the others can't be met any more
+        self._place = HostPlace()
         self._store: Any = None
         self._problem = ""  # error of the last try to reach the store
-        self._beats = 0
         self._silence = Silence()
         self._failed = (-1, 0.0)  # the life in which another host's run failed, and when this one learned it
         self._life = 0
 
     @property
     def first(self) -> bool:
-        return self._place is None or self._place.index == 0
+        return self._place.index == 0
 
     @property
     def overdue(self) -> bool:
@@ -230,15 +204,17 @@ class Meeting:
         life, since = self._failed
         return life == self._life and time.monotonic() - since > PATIENCE
 
-    def look(self, life: int, found: HostPlace | None) -> None:
-        """Gives a sign of life, once the job is ``found``, and looks whether another host's run failed."""
-        self._place, self._life = self._place or found, life
-        if self._place is not None and not self.lost:
+    def look(self, life: int, job: HostPlace | None) -> None:
+        """Gives a sign of life, once there is a ``job`` of several hosts, and looks whether another's run failed."""
+        self._life = life
+        if job is not None and self._place.count == 1:
+            self._place = job
+        if self._place.count > 1 and not self.lost:
             self._speak(self._beat)
 
     def agree(self, life: int, ended: RunEnd, limit: int) -> Verdict:
         """The common verdict after this host's run number ``life`` (from 0)."""
-        if self._place is None:
+        if self._place.count == 1:
             return decide([ended], life, limit)
         since = time.monotonic()
         self._silence = Silence()
@@ -253,27 +229,16 @@ class Meeting:
 
     def leave(self) -> None:
         """Takes leave; the first supervisor serves the others until they have gone."""
-        if self._place is not None and self._store is not None and not self.lost:
-            self._speak(self._part)
+        if self._store is not None and not self.lost:
+            self._speak(lambda store: part(store, self._place.index, self._place.count))
 
     def _beat(self, store: Any) -> None:
-        assert self._place is not None
-        self._beats += 1
-        store.set(f"sign {self._place.index}", str(self._beats))
+        store.set(f"sign {self._place.index}", str(time.monotonic()))  # differs from the last
         if self._failed[0] != self._life and store.check([f"failed {self._life}"]):
             self._failed = (self._life, time.monotonic())
 
-    def _part(self, store: Any) -> None:
-        assert self._place is not None
-        others = [f"left {host}" for host in range(1, self._place.count)]
-        until = time.monotonic() + LEAVING
-        store.set(f"left {self._place.index}", "")
-        while self.first and not store.check(others) and time.monotonic() < until:
-            time.sleep(_SOON)
-
     def _verdict(self, store: Any, ended: RunEnd, limit: int) -> Verdict | None:
         """The verdict, once there is one; the first host's supervisor decides for all."""
-        assert self._place is not None
         store.set(f"ended {self._life} {self._place.index}", json.dumps(asdict(ended)))
         if ended.failed:
             store.set(f"failed {self._life}", "")
@@ -285,7 +250,6 @@ class Meeting:
 
     def _decide(self, store: Any, limit: int) -> Verdict | None:
         """The verdict, once every host's run has ended or its supervisor is lost."""
-        assert self._place is not None
         ends, missing = [], list[int]()
         for host in range(self._place.count):
             if store.check([key := f"ended {self._life} {host}"]):
@@ -312,7 +276,6 @@ class Meeting:
 
     def _connected(self) -> Any:
         if self._store is None:
-            assert self._place is not None
             address, port = self._place.address, self._place.port + _PORT
             if not self.first:  # it may not serve yet, and a TCPStore that fails to connect prints a page of frames
                 socket.create_connection((address, port), timeout=_TRY).close()

@@ -19,11 +19,6 @@ def name_user() -> None:
     except KeyError:
         os.environ.setdefault("LOGNAME", str(number))
         if not os.environ.get("HOME"):
-            os.environ["HOME"] = _home(number)
-
-
-def _home(number: int) -> str:
-    """One folder for all processes of this user, unless another user owns it."""
-    home = Path(tempfile.gettempdir(), f"home-{number}")
-    home.mkdir(mode=0o700, exist_ok=True)
-    return str(home) if home.stat().st_uid == number else tempfile.mkdtemp()
+            home = Path(tempfile.gettempdir(), f"home-{number}")  # of all processes of this user
+            home.mkdir(mode=0o700, exist_ok=True)
+            os.environ["HOME"] = str(home) if home.stat().st_uid == number else tempfile.mkdtemp()

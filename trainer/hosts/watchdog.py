@@ -46,19 +46,23 @@ class Silence:
         return time.monotonic() - self._seen[key][1]
 
 
+def part(store: Any, index: int, count: int) -> None:
+    """Takes leave of the other hosts; the first, which serves the store, waits for them."""
+    store.set(f"left {index}", "")
+    until, hosts = time.monotonic() + LEAVING, [f"left {host}" for host in range(count)]
+    while index == 0 and not store.check(hosts) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
 class Watchdog:
-    """Watches this process, and with a ``store`` the job's other hosts: the first watches all, all watch the first.
+    """Watches this process, and the job's other hosts: the first watches all, all watch the first.
 
-    Args:
-        store: a connection of its own to a torch.distributed store.
-
-    Attributes:
-        hang_timeout: seconds without progress that a run may take; 0: any time.
+    They meet in a torch.distributed ``store``, by a connection of the watchdog's own.
     """
 
     def __init__(self, index: int = 0, count: int = 1, store: Any = None) -> None:
         self.index, self.count, self._store = index, count, store
-        self.hang_timeout = 0.0
+        self.hang_timeout = 0.0  # seconds without progress that a run may take; 0: any time
         self._clock: Busy | None = None
         self._step: int | None = None
         self._moved = time.monotonic()
@@ -66,13 +70,12 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._talked = time.monotonic()  # end of the last complete exchange with the store
         self._silence = Silence()
-        self._beats = 0
 
     def start(self) -> None:
         """Begins to watch, in threads that end with the process or at :meth:`leave`."""
-        # a store that does not answer blocks its caller, so another thread looks at the clock
         self._talked = time.monotonic()
-        for act in (self._look_at_clock, *([self._talk] if self._store is not None else [])):
+        # a store that does not answer blocks its caller, so another thread looks at the clock
+        for act in (self._look_at_clock,) if self._store is None else (self._look_at_clock, self._talk):
             self._threads.append(threading.Thread(target=self._repeat, args=(act,), name="watchdog", daemon=True))
             self._threads[-1].start()
 
@@ -118,11 +121,7 @@ class Watchdog:
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the first host has gone
-            self._store.set(f"left {self.index}", "")
-            until = time.monotonic() + LEAVING
-            others = [f"left {host}" for host in range(self.count)]
-            while self.index == 0 and not self._store.check(others) and time.monotonic() < until:
-                time.sleep(0.1)
+            part(self._store, self.index, self.count)
 
     def _repeat(self, act: Callable[[], None]) -> None:
         while not self._ended.wait(LOOK):
@@ -138,15 +137,16 @@ class Watchdog:
     def _talk(self) -> None:
         """Gives a sign of life, and obeys an end of the job; the first host looks at all the others."""
         try:
-            self._beats += 1
-            waited = round(time.monotonic() - self._moved)
-            sign = {"step": self._step, "doing": self.activity, "waited": waited, "beat": self._beats}
+            now = time.monotonic()  # with which each sign differs from the last
+            sign = {"step": self._step, "doing": self.activity, "waited": round(now - self._moved), "time": now}
             self._store.set(f"sign {self.index}", json.dumps(sign))
             if self._store.check([_END]):
                 code, words, passing = json.loads(self._store.get(_END))
                 self._end(words, code, passing=passing)
-            if self.index == 0:
-                self._look_at_others()
+            for host in range(1, self.count) if self.index == 0 else ():
+                left = self._store.check([f"left {host}"])
+                if not left and (silent := self._silence.of(self._store, f"sign {host}")) > SILENT:
+                    self._end_all(f"host {host} has given no sign of life for {silent:.0f} s")
             if self._hung:
                 self._end_all(self._hung)
             self._talked = time.monotonic()
@@ -154,15 +154,7 @@ class Watchdog:
             if not self._ended.is_set():
                 self._end(f"host 0 can't be reached ({' '.join(str(error).split())[:200]}); here: {self._here}", LOST)
 
-    def _look_at_others(self) -> None:
-        for host in range(1, self.count):
-            if self._store.check([f"left {host}"]):
-                continue
-            silent = self._silence.of(self._store, f"sign {host}")
-            if silent > SILENT:
-                self._end_all(f"host {host} has given no sign of life for {silent:.0f} s")
-
-    def signs(self) -> str:
+    def _signs(self) -> str:
         """A line for each host: its last step, its activity and for how long."""
         lines = []
         for host in range(self.count):
@@ -185,7 +177,7 @@ class Watchdog:
         return f"no progress for {waited:.0f} s after step {self._step}, in {self.activity} (--hang_timeout)"
 
     def _end_all(self, words: str) -> None:
-        words = f"{words}\n{self.signs()}"
+        words = f"{words}\n{self._signs()}"
         self.tell_end(words, LOST, passing=True)
         self._end(words, LOST)
 

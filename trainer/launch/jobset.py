@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.launch.exits import FINAL
 from shardwright.launch.launch_plan import LaunchPlan, as_yaml
-from shardwright.launch.request import Mount, Request
+from shardwright.launch.request import Request
 from shardwright.launch.slices import chips_per_host, generation, shape
 
 _SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
@@ -37,19 +37,13 @@ def manifest(request: Request) -> dict[str, Any]:
     # one node pool for each slice's pods
     metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     failed = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    final = {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)}
     job = {
         "parallelism": request.hosts,
         "completions": request.hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)},
-                }
-            ]
-        },
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
         "template": _pod(request),
     }
     return {
@@ -89,24 +83,21 @@ def _pod(request: Request) -> dict[str, Any]:
     if request.topology.slices > 1:  # slices talk over the network: the host's own is faster
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     volumes: dict[str, tuple[str, dict[str, Any]]] = {}
-    if request.mount is not None:
-        volumes["mounted"] = request.mount.path, _volume(request.mount)
+    metadata: dict[str, Any] = {}
+    if request.mount is not None and request.mount.bucket:
+        attributes = {"bucketName": request.mount.bucket, "mountOptions": "implicit-dirs"}
+        driver = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}
+        volumes["mounted"] = request.mount.path, {"csi": driver}
+        # by which GKE mounts buckets
+        metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}}
+    elif request.mount is not None:
+        volumes["mounted"] = request.mount.path, {"persistentVolumeClaim": {"claimName": request.mount.source}}
     if request.staging:  # the node's folder: a restart makes a new pod, without the old one's emptyDir
         volumes["staging"] = request.staging, {"hostPath": {"path": request.staging, "type": "DirectoryOrCreate"}}
     if volumes:
         container["volumeMounts"] = [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()]
         pod["volumes"] = [{"name": name, **volume} for name, (_, volume) in volumes.items()]
-    # the annotation by which GKE mounts buckets
-    bucket = request.mount is not None and request.mount.bucket
-    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if bucket else {}
     return metadata | {"spec": pod}
-
-
-def _volume(mount: Mount) -> dict[str, Any]:
-    if not mount.bucket:
-        return {"persistentVolumeClaim": {"claimName": mount.source}}
-    attributes = {"bucketName": mount.bucket, "mountOptions": "implicit-dirs"}
-    return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
 
 
 def _environment(request: Request) -> list[dict[str, Any]]:

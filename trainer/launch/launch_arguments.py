@@ -50,11 +50,7 @@ class LaunchArguments(Checked):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of ``--env``.
-
-        Raises:
-            UserError: a word sets no variable.
-        """
+        """The variables of ``--env``; raises UserError for a word that sets none."""
         try:
             words = shlex.split(self.env)
         except ValueError as error:

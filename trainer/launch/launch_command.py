@@ -24,49 +24,28 @@ _SCRIPT = "run.sh"
 
 
 def main(words: Sequence[str], description: str | None) -> int:
-    """Plans the launch that ``words`` ask for, and returns the exit code.
-
-    Raises:
-        UserError: bad options, or a command that failed.
-    """
-    own, train = _split(list(words))
-    target = own[0] if own and not own[0].startswith("-") else None
-    (options,) = parse([LaunchArguments], own[1:] if target else own, description, _epilog())
-    if target is None:
-        find_target(own[0] if own else "(none)")
-    request = read_request(str(target), options, train)
-    plan = TARGETS[str(target)].plan(request)
+    """Plans the launch that ``words`` ask for; raises UserError for bad options and a command that fails."""
+    at = list(words).index("--") if "--" in words else len(words)
+    own, train = words[:at], words[at + 1 :]
+    needs = {name: ", ".join(f"--{key}" for key in each.needs) for name, each in TARGETS.items()}
+    rows = (f"  {name:<9} {'needs ' + text if text else ''}".rstrip() for name, text in needs.items())
+    epilog = "\n".join(["Targets, each of which needs --topology too:", *rows])
+    name = own[0] if own else "(none)"
+    (options,) = parse([LaunchArguments], own if name.startswith("-") else own[1:], description, epilog)
+    plan = find_target(name).plan(read_request(name, options, train))
     folder = Path(os.path.expanduser(options.output or Path("launch", options.name)))
     console = Console()
     write(plan, folder)
-    show(plan, folder, console)
+    _show(plan, folder, console)
     if options.run:
-        run(plan, folder, console)
+        _run(plan, folder, console)
     else:
-        say(console, "Nothing was started: --run runs these commands, as does " + str(folder / _SCRIPT))
+        say(console, f"Nothing was started: --run runs these commands, as does {folder / _SCRIPT}")
     return 0
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Splits at the first ``--``."""
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
-
-
-def _epilog() -> str:
-    lines = [f"  {name:<9} {'needs ' + ', '.join(f'--{key}' for key in each.needs) if each.needs else ''}"
-             for name, each in TARGETS.items()]  # fmt: skip
-    return "Targets, each of which needs --topology too:\n" + "\n".join(line.rstrip() for line in lines)
-
-
 def write(plan: LaunchPlan, folder: Path) -> None:
-    """Writes the plan's files and folders, and its commands as a script.
-
-    Raises:
-        UserError: the folder can't be written.
-    """
+    """Writes the plan's files and folders, and its commands as a script; raises UserError if it can't."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**plan.files, _SCRIPT: script(plan.commands)}.items():
@@ -82,8 +61,7 @@ def write(plan: LaunchPlan, folder: Path) -> None:
         ) from error
 
 
-def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    """Prints the files, the commands, and those to type afterwards."""
+def _show(plan: LaunchPlan, folder: Path, console: Console) -> None:
     table = Table("file", "lines", box=None, header_style="bold", pad_edge=False)
     for name, text in plan.files.items():
         table.add_row(Text(str(folder / name)), str(len(text.splitlines())))
@@ -97,12 +75,8 @@ def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
     console.print()
 
 
-def run(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    """Runs the commands in order.
-
-    Raises:
-        UserError: one could not be started or failed; those after it are not run.
-    """
+def _run(plan: LaunchPlan, folder: Path, console: Console) -> None:
+    """Runs the commands in order, up to the first that can't be started or fails."""
     for number, command in enumerate(plan.commands, start=1):
         say(console, f"[{number}/{len(plan.commands)}] {shlex.join(command)}")
         try:
@@ -115,10 +89,10 @@ def run(plan: LaunchPlan, folder: Path, console: Console) -> None:
                 instead=f"{command[0]} installed and in PATH, and the same command again",
             ) from error
         if code != 0:
-            rest = len(plan.commands) - number
+            last = number == len(plan.commands)
             raise UserError(
                 asked=shlex.join(command),
                 found=f"it ended with exit code {code}",
-                why="what comes after it needs it" if rest else "the run was not started, or did not end well",
+                why="the run was not started, or did not end well" if last else "what comes after it needs it",
                 instead=f"what it says above put right; then the same command again, or the rest of {folder / _SCRIPT}",
             )

@@ -12,37 +12,26 @@ import yaml
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A target's files and commands.
+    """A target's files, its commands to start the run, and those by which the user follows and ends it."""
 
-    Args:
-        files: name → text.
-        folders: name → the folder of Python modules that is copied there.
-        commands: run in the files' folder, one after the other.
-        afterwards: commands by which the user follows the run, and ends it.
-        notes: sentences for the user.
-    """
-
-    files: dict[str, str]
-    commands: list[list[str]]
+    files: dict[str, str]  # name → text
+    commands: list[list[str]]  # run in the files' folder, one after the other
     afterwards: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-    folders: dict[str, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # sentences for the user
+    folders: dict[str, Path] = field(default_factory=dict)  # name → folder of Python modules that is copied there
+
+
+class _Dumper(yaml.SafeDumper):
+    def represent_str(self, data: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def as_yaml(value: Any) -> str:
     """YAML in the order of the keys; texts of several lines become blocks."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _text)
 
 
 def script(commands: list[list[str]]) -> str:

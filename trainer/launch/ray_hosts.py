@@ -28,7 +28,7 @@ _PORT = 8081  # of the slices' coordinator
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of a worker: number of its slice, number of its host in the slice, and address."""
+    """Number of a worker's slice, number of its host in the slice, and its address."""
 
     slice_index: int
     host_index: int
@@ -69,20 +69,18 @@ class Host:
 
 def environments(places: Sequence[WorkerPlace]) -> list[dict[str, str]]:
     """The variables of the worker in each of ``places``."""
-    slices = 1 + max(place.slice_index for place in places)
+    slices = {place.slice_index for place in places}
     first = next(place for place in places if (place.slice_index, place.host_index) == (0, 0))
     found = []
     for place in places:
         own = sorted((p for p in places if p.slice_index == place.slice_index), key=lambda p: p.host_index)
-        variables = {
-            "TPU_WORKER_ID": str(place.host_index),
-            "TPU_WORKER_HOSTNAMES": ",".join(p.address for p in own),
-        }
-        if slices > 1:
+        addresses = ",".join(p.address for p in own)
+        variables = {"TPU_WORKER_ID": str(place.host_index), "TPU_WORKER_HOSTNAMES": addresses}
+        if len(slices) > 1:
             variables |= {
                 "MEGASCALE_COORDINATOR_ADDRESS": first.address,
                 "MEGASCALE_PORT": str(_PORT),
-                "MEGASCALE_NUM_SLICES": str(slices),
+                "MEGASCALE_NUM_SLICES": str(len(slices)),
                 "MEGASCALE_SLICE_ID": str(place.slice_index),
             }
         found.append(variables)
@@ -95,18 +93,16 @@ def verdict(codes: Sequence[int]) -> int:
     return next((code for code in bad if not ours(code)), bad[0] if bad else 0)
 
 
-class Stop:
-    """The SIGTERM of `ray job stop`: ``asked`` once it came. It takes the place of Ray's handler, which exits."""
+class _Stop:
+    """The SIGTERM of `ray job stop`: ``asked`` once it came. Its handler takes the place of Ray's, which exits."""
 
-    def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._note)
+    asked = False
 
-    def _note(self, number: int, frame: Any) -> None:
+    def note(self, number: int, frame: Any) -> None:
         self.asked = True
 
 
-def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: Stop) -> int:
+def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: _Stop) -> int:
     """Reserves the slices, runs ``command`` on each of their hosts, and returns the run's exit code."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -140,7 +136,7 @@ def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: S
         slices.shutdown()
 
 
-def _codes(hosts: list[Any], runs: list[Any], grace_seconds: int, stop: Stop) -> list[int]:
+def _codes(hosts: list[Any], runs: list[Any], grace_seconds: int, stop: _Stop) -> list[int]:
     """Each host's exit code. When one fails, or the job is to end, the others are stopped: they would wait for it."""
     import ray
 
@@ -173,7 +169,8 @@ def main() -> int:
     import ray
 
     ray.init()
-    stop = Stop()
+    stop = _Stop()
+    signal.signal(signal.SIGTERM, stop.note)
     for restart in range(options.max_restarts + 1):
         code = run_once(topology, options.command, options.grace_seconds, stop)
         if stop.asked or not ours(code) or restart == options.max_restarts:

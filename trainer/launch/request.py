@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from shardwright.errors import UserError
 from shardwright.launch.slices import hosts
@@ -26,21 +28,16 @@ class Mount:
 
     @property
     def bucket(self) -> str:
-        """The name of the bucket; empty if the source is none."""
+        """Its name; empty if the source is none."""
         return self.source.removeprefix("gs://").strip("/") if self.source.startswith("gs://") else ""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run to start, and where; targets plan it.
-
-    Args:
-        train: the options of `scripts/train.py`, ``output_dir`` among them.
-        environment: the user's variables.
-    """
+    """A run to start, and where; targets plan it."""
 
     topology: Topology
-    train: tuple[str, ...]
+    train: tuple[str, ...]  # the options of `scripts/train.py`, ``output_dir`` among them
     output_dir: str
     name: str = "shardwright"
     image: str = ""
@@ -50,7 +47,7 @@ class Request:
     queue: str = ""
     mount: Mount | None = None
     spot: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # the user's variables
     max_restarts: int = 50
     grace_seconds: int = 30
 
@@ -67,7 +64,7 @@ class Request:
     @property
     def staging(self) -> str:
         """The run's absolute ``--staging_dir``, shared with the host so that a restart finds it; else empty."""
-        named = [after for word, after in zip(self.train, self.train[1:], strict=False) if word == "--staging_dir"]
+        named = [after for word, after in itertools.pairwise(self.train) if word == "--staging_dir"]
         named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
         return named[-1] if named and posixpath.isabs(named[-1]) else ""
 
@@ -82,10 +79,8 @@ class Request:
 def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
     """Checks a run's options, by `scripts/train.py`'s own parser, and returns them with the output folder.
 
-    ``--resume_from_checkpoint latest`` is added, so that a restart goes on from the newest checkpoint.
-
-    Args:
-        container: the run sees only its container's disk and mounts.
+    ``--resume_from_checkpoint latest`` is added, so that a restart goes on from the newest checkpoint. In a
+    ``container`` the run sees only its disk and mounts.
 
     Raises:
         UserError: a bad option, or an output folder that a restart on another host would not find.
@@ -138,5 +133,4 @@ def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) 
 
 
 def _inside(path: str, folder: str) -> bool:
-    clean = posixpath.normpath(path)
-    return clean == posixpath.normpath(folder) or clean.startswith(f"{posixpath.normpath(folder)}/")
+    return PurePosixPath(posixpath.normpath(path)).is_relative_to(posixpath.normpath(folder))

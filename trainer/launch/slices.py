@@ -13,19 +13,12 @@ _ONE_HOST = 8  # chips: v5e and v6e have machines of 1, 4 and 8
 
 @dataclass(frozen=True)
 class Generation:
-    """The names of a generation of TPUs.
+    """The names of a generation of TPUs."""
 
-    Args:
-        gke: value of the node label `cloud.google.com/gke-tpu-accelerator`.
-        gcloud: prefix of an accelerator type, `v5p` of `v5p-32`.
-        runtime: software version of a TPU VM.
-        units: units of an accelerator type a chip: TensorCores on v4 and v5p, chips on v5e and v6e.
-    """
-
-    gke: str
-    gcloud: str
-    runtime: str
-    units: int
+    gke: str  # value of the node label `cloud.google.com/gke-tpu-accelerator`
+    gcloud: str  # prefix of an accelerator type, `v5p` of `v5p-32`
+    runtime: str  # software version of a TPU VM
+    units: int  # of an accelerator type, a chip: TensorCores on v4 and v5p, chips on v5e and v6e
 
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, https://cloud.google.com/tpu/docs/runtimes, and
@@ -52,15 +45,15 @@ def chips(topology: Topology) -> int:
     return math.prod(topology.shape)
 
 
-def hosts(topology: Topology) -> int:
-    """The hosts of one slice, of TPU VMs or GKE's largest machines."""
-    if len(topology.shape) == 2 and chips(topology) <= _ONE_HOST:
-        return 1
-    return chips(topology) // _CHIPS_PER_HOST
-
-
 def chips_per_host(topology: Topology) -> int:
-    return chips(topology) // hosts(topology)
+    """The chips of a TPU VM, or of GKE's largest machine."""
+    one_host = len(topology.shape) == 2 and chips(topology) <= _ONE_HOST
+    return chips(topology) if one_host else _CHIPS_PER_HOST
+
+
+def hosts(topology: Topology) -> int:
+    """The hosts of one slice."""
+    return chips(topology) // chips_per_host(topology)
 
 
 def accelerator_type(topology: Topology) -> str:

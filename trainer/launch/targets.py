@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
@@ -16,19 +16,13 @@ from shardwright.xla.chips import Topology, find_topology
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """A tool that starts runs.
-
-    Args:
-        needs, takes: options that it must and may have, beside those that all take.
-        by_size: it asks for a number of TPUs, and can't say which shape.
-        one_slice: it can't join several.
-    """
+    """A tool that starts runs, and the options that it must and may have beside those that all take."""
 
     plan: Callable[[Request], LaunchPlan]
     needs: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    by_size: bool = False
-    one_slice: bool = False
+    by_size: bool = False  # it asks for a number of TPUs, and can't say which shape
+    one_slice: bool = False  # it can't join several
 
 
 TARGETS = {
@@ -42,11 +36,7 @@ _SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # opt
 
 
 def find_target(name: str) -> LaunchTarget:
-    """The target called ``name``.
-
-    Raises:
-        UserError: there is none; the message lists the targets.
-    """
+    """The target called ``name``; raises UserError if there is none."""
     if name in TARGETS:
         return TARGETS[name]
     raise UserError(
@@ -58,11 +48,7 @@ def find_target(name: str) -> LaunchTarget:
 
 
 def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> Request:
-    """Checks the options of the target ``name`` and of the run (``train``).
-
-    Raises:
-        UserError: a bad option.
-    """
+    """The request for the target ``name`` and a run with the options ``train``; raises UserError for a bad option."""
     target = find_target(name)
     _check_options(name, target, options)
     topology = _topology(name, target, options)
@@ -75,39 +61,25 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
     words, output_dir = check_train(train, mount, container=bool(target.needs))
-    texts = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
-    return Request(
-        topology=topology,
-        train=words,
-        output_dir=output_dir,
-        name=options.name,
-        mount=mount,
-        spot=options.spot,
-        environment=options.environment,
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        **texts,
-    )
+    same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
+    given = {key: value for key, value in same.items() if value is not None}
+    return Request(**given | {"topology": topology, "train": words, "output_dir": output_dir, "mount": mount})
 
 
 def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:
-    """Refuses a missing option, and one that the target has no use for."""
-    missing = [key for key in target.needs if not getattr(options, key)]
-    if missing:
+    if missing := [key for key in target.needs if not getattr(options, key)]:
         raise UserError(
             asked=f"target {name}",
             found=f"no --{missing[0]}",
             why="it can't be started without: " + ", ".join(f"--{key}" for key in target.needs),
             instead=f"--{missing[0]} and its value",
         )
-    known = (*target.needs, *target.takes)
-    useless = [key for key in _SOME if getattr(options, key) and key not in known]
-    if useless:
-        others = [other for other, each in TARGETS.items() if useless[0] in (*each.needs, *each.takes)]
+    known = {each: (*target.needs, *target.takes) for each, target in TARGETS.items()}
+    if useless := [key for key in _SOME if getattr(options, key) and key not in known[name]]:
         raise UserError(
             asked=f"target {name}",
             found=f"--{useless[0]}",
-            why=f"it has no use for it; {', '.join(others)} do",
+            why=f"it has no use for it; {', '.join(each for each in known if useless[0] in known[each])} do",
             instead=f"the command without --{useless[0]}",
         )
 
@@ -122,13 +94,16 @@ def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topo
         )
     topology = find_topology(options.topology, options.slices)
     others = as_large(topology) if target.by_size else []
-    if others or (target.one_slice and topology.slices > 1):
-        raise UserError(
-            asked=f"{topology.slices} × {topology.name} by {name}",
-            found=f"slices of as many chips: {', '.join(others)}" if others else "several slices",
-            why=f"{name} asks for TPUs by their number, not by their shape"
-            if others
-            else f"{name} does not tell a host which slice it belongs to",
-            instead="xpk or jobset, or a slice of another size" if others else "xpk, jobset or tpu-vm, or --slices 1",
+    if others:
+        found, why = (
+            f"slices of as many chips: {', '.join(others)}",
+            "asks for TPUs by their number, not by their shape",
         )
-    return topology
+        instead = "xpk or jobset, or a slice of another size"
+    elif target.one_slice and topology.slices > 1:
+        found, why = "several slices", "does not tell a host which slice it belongs to"
+        instead = "xpk, jobset or tpu-vm, or --slices 1"
+    else:
+        return topology
+    asked = f"{topology.slices} × {topology.name} by {name}"
+    raise UserError(asked=asked, found=found, why=f"{name} {why}", instead=instead)

@@ -21,13 +21,15 @@ def plan(request: Request) -> LaunchPlan:
     where = [f"--zone={request.zone}", *([f"--project={request.project}"] if request.project else [])]
     every = ["--node=all", "--worker=all", *where]
     slices = request.topology.slices
-    nodes = [f"--node-id={request.name}"] if slices == 1 else [f"--node-count={slices}"]
     size = [f"--accelerator-type={accelerator_type(request.topology)}"]
     size += [f"--runtime-version={generation(request.topology).runtime}", *(["--spot"] if request.spot else [])]
+    size += [f"--node-id={request.name}" if slices == 1 else f"--node-count={slices}"]
+    describe = shlex.join([*_GCLOUD, "describe", request.name, *where, "--format=value(state.state)"])
+    waits = _WAIT_TEMPLATE.substitute(name=request.name, describe=describe)
     return LaunchPlan(
-        files={_HOST: host_script(request), _WAIT: _wait_script(request, where)},
+        files={_HOST: _host_script(request), _WAIT: waits},
         commands=[
-            [*_GCLOUD, "create", request.name, *size, *nodes, *where],
+            [*_GCLOUD, "create", request.name, *size, *where],
             ["bash", _WAIT],
             [*_GCLOUD, "scp", _HOST, f"{request.name}:", *every],
             [*_GCLOUD, "ssh", request.name, *every, f"--command={_START}"],
@@ -40,13 +42,11 @@ def plan(request: Request) -> LaunchPlan:
     )
 
 
-def host_script(request: Request) -> str:
-    """The loop of one host."""
+def _host_script(request: Request) -> str:
     options = [f"--env {shlex.quote(f'{name}={value}')}" for name, value in request.variables.items()]
-    if request.mount is not None:
-        options.append(f"--volume {shlex.quote(f'{request.mount.source}:{request.mount.path}')}")
-    if request.staging:
-        options.append(f"--volume {shlex.quote(f'{request.staging}:{request.staging}')}")
+    mounts = [(request.mount.source, request.mount.path)] if request.mount else []
+    mounts += [(request.staging, request.staging)] if request.staging else []
+    options += [f"--volume {shlex.quote(f'{source}:{path}')}" for source, path in mounts]
     return _HOST_TEMPLATE.substitute(
         name=request.name,
         image=shlex.quote(request.image),
@@ -57,11 +57,6 @@ def host_script(request: Request) -> str:
         final="|".join(map(str, (0, *FINAL))),
         slices=request.topology.slices,
     )
-
-
-def _wait_script(request: Request, where: list[str]) -> str:
-    describe = shlex.join([*_GCLOUD, "describe", request.name, *where, "--format=value(state.state)"])
-    return _WAIT_TEMPLATE.substitute(name=request.name, describe=describe)
 
 
 _HOST_TEMPLATE = Template("""\
