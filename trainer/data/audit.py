@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.corpus import DataOptions, check_samples
-from shardwright.data.records.document_stream import DocumentStream, find_stream
-from shardwright.data.records.documents import has_text
+from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.mixture import BLOCK, shares, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
@@ -115,7 +115,6 @@ class _Auditor:
 
     def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None:
         place, length, policy = self.places[number], len(sample.tokens), self.options.samples.overflow
-        self.source.lengths.append(length)
         if length > self.options.sequence_length:
             finding = {"error": "too long", "drop": "dropped"}.get(policy, "cut")
             self.note(finding, place, f"{length:,} tokens")
@@ -128,15 +127,26 @@ class _Auditor:
                 self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
             elif name == "merged" and count:
                 self.note("merged", place)
-        self._compare(place, sample)
-        if len(self.source.shown) < self.show:
-            self.source.shown += [(place, piece) for piece in kept[:1]]
+        self._keep(place, sample, kept)
 
-    def _compare(self, place: str, sample: Sample) -> None:
+    def add_texts(self, encoder: Encoder, texts: list[str]) -> None:
+        """Count ``texts``, which a run joins: they fill every row, and every token is scored."""
+        size, tally = self.options.sequence_length, self.source.tally
+        for number, found in encoder(texts):
+            sample = joined(found.segments)
+            tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
+            self._keep(self.places[number], sample, [Sample(sample.tokens[:size], sample.labels[:size])])
+        tally["rows"] = tally["tokens"] // size
+
+    def _keep(self, place: str, sample: Sample, kept: Sequence[Sample]) -> None:
+        """Keep the sample's length, its hash, and the first of the pieces ``kept`` of it, if it is to be shown."""
+        self.source.lengths.append(len(sample.tokens))
         key = hashlib.blake2b(sample.tokens.tobytes(), digest_size=12).digest()
         first, held = self.first.setdefault(key, (place, self.source.heldout))
         if first != place:
             self.note("held out too" if self.source.heldout and not held else "duplicate", place, f"as {first}")
+        if len(self.source.shown) < self.show:
+            self.source.shown += [(place, piece) for piece in kept[:1]]
 
 
 def audit(
@@ -147,21 +157,23 @@ def audit(
 ) -> Audit:
     """Read all records that a run of ``options`` would, including those to evaluate on.
 
+    Raises UserError if a run would refuse the options before reading.
+
     Args:
         show: samples of each source to keep.
         read: called after each group of documents with their stream, the part of it where they end, and their
             characters. At the end of a stream the part is the number of its parts.
-
-    Raises:
-        UserError: a run would refuse the options before reading.
     """
-    auditor, sources = _Auditor(options, show), []
-    asked = [*_asked(options)]
+    auditor, sources, found = _Auditor(options, show), [], sources_of(options.dataset)
+    weights = shares([source.weight for source in found])
+    asked: list[tuple[Any, bool, float]] = [
+        *((source.dataset, False, share / BLOCK) for source, share in zip(found, weights, strict=True)),
+        *((dataset, True, 1.0) for dataset in options.eval_dataset.values()),
+    ]
     for name, heldout, share in asked:
         stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)
-        limit = None if heldout else options.max_samples
-        parts = [(stream, heldout, limit)]
+        parts = [(stream, heldout, None if heldout else options.max_samples)]
         if stream.heldout is not None and not options.eval_dataset:
             parts.append((stream.heldout, True, None))
         for each, held, most in parts:
@@ -177,15 +189,6 @@ def audit(
     return Audit(options.sequence_length, sources, auditor.findings)
 
 
-def _asked(options: DataOptions) -> Iterator[tuple[Any, bool, float]]:
-    """(name, whether it is held out, share of the rows) of each dataset."""
-    found = sources_of(options.dataset)
-    for source, share in zip(found, shares([source.weight for source in found]), strict=True):
-        yield source.dataset, False, share / BLOCK
-    for dataset in options.eval_dataset.values():
-        yield dataset, True, 1.0
-
-
 def _read(
     stream: DocumentStream,
     auditor: _Auditor,
@@ -195,63 +198,47 @@ def _read(
 ) -> None:
     """Audit the first ``most`` documents of ``stream`` (None: all), in the groups in which a run packs stored rows."""
     add, size = _adder(stream.shape, auditor, tokenizer)
-    places: list[str] = []
     texts: list[str] = []
-    characters = count = 0
+
+    def add_group(part: int) -> None:
+        add(texts)
+        read(stream, part, sum(map(len, texts)))
+        texts.clear()
+        auditor.places.clear()
+
+    count = 0
     for part in range(stream.parts):
-        name = stream.name_of(part)
-        unreadable = len(stream.unread.places)
+        name, unreadable = stream.name_of(part), len(stream.unread.places)
         for row, (_, text) in enumerate(stream.read(part, 0), start=1):
             if count == most:
                 break
             count += 1
             place = f"{auditor.prefix}{name}, row {row}"
             if text and has_text(text):
-                places.append(place)
+                auditor.places.append(place)
                 texts.append(text)
-                characters += len(text)
             elif len(stream.unread.places) == unreadable and stream.shape.is_text:
                 auditor.note("no text", place)
             unreadable = len(stream.unread.places)
             if len(texts) == size:
-                auditor.places = places
-                add(texts)
-                read(stream, part, characters)
-                places, texts, characters = [], [], 0
-    auditor.places = places
-    add(texts)
-    read(stream, stream.parts, characters)
+                add_group(part)
+    add_group(stream.parts)
 
 
 def _adder(
     shape: RecordShape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Callable[[list[str]], None], int]:
+) -> tuple[Callable[[list[str]], object], int]:
     """The function that takes a group of documents, and the size of a group."""
-    options, tally = auditor.options, auditor.source.tally
-    if options.makes_samples(shape):
-        lenient = replace(options.samples, on_bad_row="skip")
-        if lenient.overflow == "error":
-            lenient = replace(lenient, overflow="truncate_right")
-        packer = SamplePacker(tokenizer, shape, options.sequence_length, lenient, options.isolate_documents)
-        packer.watch, packer.tally = auditor, tally
-        packer.encoder.tally = tally
-        return lambda texts: (packer.rows(texts), None)[1], DOCUMENTS_AT_ONCE * packer.groups
-    encoder = Encoder(tokenizer, shape, tally, auditor.bad, train_on_prompt=True)
-
-    def add(texts: list[str]) -> None:
-        """Joined texts fill every row, and every token is scored."""
-        for number, found in encoder(texts):
-            sample = joined(found.segments)
-            tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
-            auditor.source.lengths.append(len(sample.tokens))
-            auditor._compare(auditor.places[number], sample)
-            if len(auditor.source.shown) < auditor.show:
-                size = options.sequence_length
-                piece = Sample(sample.tokens[:size], sample.labels[:size])
-                auditor.source.shown.append((auditor.places[number], piece))
-        tally["rows"] = tally["tokens"] // options.sequence_length
-
-    return add, DOCUMENTS_AT_ONCE
+    options = auditor.options
+    if not options.makes_samples(shape):
+        encoder = Encoder(tokenizer, shape, auditor.source.tally, auditor.bad, train_on_prompt=True)
+        return functools.partial(auditor.add_texts, encoder), DOCUMENTS_AT_ONCE
+    lenient = replace(options.samples, on_bad_row="skip")
+    if lenient.overflow == "error":
+        lenient = replace(lenient, overflow="truncate_right")
+    packer = SamplePacker(tokenizer, shape, options.sequence_length, lenient, options.isolate_documents, watch=auditor)
+    auditor.source.tally = packer.tally
+    return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
 
 
 def histogram(lengths: Sequence[int], length: int) -> list[tuple[str, int]]:

@@ -39,14 +39,11 @@ class Source:
 def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
     """The datasets that ``--dataset`` names: one, or those of a mixture. An existing path is always one dataset.
 
-    Raises:
-        UserError: some have weights and others none, or a weight is not above 0.
+    Raises UserError if some have weights and others none, or a weight is not above 0.
     """
-    if not isinstance(dataset, str):
+    if not isinstance(dataset, str) or "," not in dataset or os.path.exists(os.path.expanduser(dataset)):
         return [Source(dataset)]
     parts = dataset.split(",")
-    if os.path.exists(os.path.expanduser(dataset)) or len(parts) == 1:
-        return [Source(dataset)]
     found = [_WEIGHTED.fullmatch(part.strip()) for part in parts]
     if not all(found):
         raise UserError(
@@ -106,18 +103,18 @@ class MixedRows:
     @property
     def tokens(self) -> int | None:
         """Tokens of an epoch, to a thousand rows; None if a source is streamed."""
-        known = [rows.tokens for rows in self.sources]
-        if any(tokens is None for tokens in known):
-            return None
-        return max(-(-BLOCK * (tokens or 0) // share) for tokens, share in zip(known, self.shares, strict=True))
+        return self._of_an_epoch([rows.tokens for rows in self.sources if rows.tokens is not None])
 
     @property
     def rows(self) -> int | None:
         """Rows of an epoch, to a thousand; None if a source is streamed."""
-        stored = [len(rows) for rows in self.sources if isinstance(rows, StoredRows)]
-        if len(stored) < len(self.sources):
+        return self._of_an_epoch([len(rows) for rows in self.sources if isinstance(rows, StoredRows)])
+
+    def _of_an_epoch(self, counts: Sequence[int]) -> int | None:
+        """The count of an epoch by those of the stored sources."""
+        if len(counts) < len(self.sources):
             return None
-        return max(-(-BLOCK * count // share) for count, share in zip(stored, self.shares, strict=True))
+        return max(-(-BLOCK * count // share) for count, share in zip(counts, self.shares, strict=True))
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> MixedOrder:
         return MixedOrder(self, seed, batch_size, cursor)
@@ -136,8 +133,7 @@ class MixedOrder:
     """The sources' orders, interleaved by their shares; marks are (source, its own mark)."""
 
     def __init__(self, rows: MixedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
-        self._shares, self._seed = rows.shares, seed
-        self._row = count_in(cursor, "row")
+        self._shares, self._seed, self._row = rows.shares, seed, count_in(cursor, "row")
         given = cursor.get("sources")
         if given is None:  # the beginning of an epoch, for each of them
             self._row, given = 0, [{"epoch": count_in(cursor, "epoch"), "row": 0}] * len(rows.sources)

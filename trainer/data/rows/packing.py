@@ -13,29 +13,23 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.records.documents import has_text
+from shardwright.data.records.document_stream import has_text
 from shardwright.data.tokenizer import plain_tokens
 
 Columns = dict[str, np.ndarray]
+ISOLATED = ("segment_ids", "position_ids")  # columns of rows that say which document each token belongs to
 
 # most documents, and most characters of a stream's documents, tokenised in one call
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
 
 
 class AnyPacker(Protocol):
-    """Documents → rows of S tokens.
+    """Documents → rows of S tokens."""
 
-    Attributes:
-        length: S.
-        rest: tokens that wait for the next call.
-        groups: how many groups of documents are packed in one call.
-        tally: counts so far.
-    """
-
-    length: int
-    rest: np.ndarray
-    groups: int
-    tally: Counter[str]
+    length: int  # S
+    rest: np.ndarray  # tokens that wait for the next call
+    groups: int  # how many groups of documents are packed in one call
+    tally: Counter[str]  # counts so far
 
     @property
     def columns(self) -> list[str]: ...
@@ -64,7 +58,7 @@ class Packer:
     def columns(self) -> list[str]:
         """The names of a row's columns, each int32 [S]."""
         labels = ["labels"] if self.labels else []
-        return ["input_ids", *labels, *(["segment_ids", "position_ids"] if self.isolate else [])]
+        return ["input_ids", *labels, *(ISOLATED if self.isolate else ())]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
         """The rows that the documents with text in ``batch["text"]`` complete."""
