@@ -19,7 +19,7 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.mixture import BLOCK, shares, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
-from shardwright.data.samples.samples import Encoder, Sample, joined
+from shardwright.data.samples.samples import Encoder, Sample
 from shardwright.objectives.objective import RecordShape
 
 LISTED = 1000  # most places kept of a finding; all are counted
@@ -132,8 +132,7 @@ class _Auditor:
     def add_texts(self, encoder: Encoder, texts: list[str]) -> None:
         """Count ``texts``, which a run joins: they fill every row, and every token is scored."""
         size, tally = self.options.sequence_length, self.source.tally
-        for number, found in encoder(texts):
-            sample = joined(found.segments)
+        for number, (sample,) in encoder(texts):
             tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
             self._keep(self.places[number], sample, [Sample(sample.tokens[:size], sample.labels[:size])])
         tally["rows"] = tally["tokens"] // size

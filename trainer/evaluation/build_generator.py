@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.evaluation.decoders import CachedDecoder, RowDecoder, unstacked
+from shardwright.evaluation.decoders import CachedDecoder, RowDecoder
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.models.attention import attention_interface as attention
@@ -22,8 +22,7 @@ def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampl
     With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
     transformers has no cache of one shape for the model, each token is computed from the whole row.
 
-    Raises:
-        UserError: the model has fewer positions than ``shape``.
+    Raises UserError if the model has fewer positions than ``shape``.
     """
     job, mesh, batch = placed.job, placed.mesh, placed.batch_axes
     heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
@@ -41,7 +40,11 @@ def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampl
 
     def parameters() -> Tensors:
         place_buffers(model, mesh, live)
-        return unstacked(job.stored, placed.parameters)
+        found: Tensors = {}
+        for name, parameter in placed.parameters.items():
+            members = job.stored.members(name)
+            found |= dict(zip(members, [parameter] if members == [name] else parameter.unbind(0), strict=True))
+        return found
 
     loss = loss_of(plain, model, mesh, None)
     loss.pieces = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_t
 
 from shardwright.evaluation.generate import TOKEN, GenerationShape, Sampling, choose
 from shardwright.layout.partition import PartitionSpec
-from shardwright.layout.plan import ShardingPlan
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss
@@ -62,7 +61,9 @@ class CachedDecoder:
             tokens[row, padding:] = torch.tensor(prompt)
             seen[row, :padding] = 0
         positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, : self.shape.prompt]
-        self.cache = _cache(self.loss.model.config, self.shape.length)
+        kinds, _ = get_layer_types_and_kwargs(self.loss.model.config.get_text_config(decoder=True))
+        length = self.shape.length
+        self.cache = Cache(layers=[DummyLayer() if kind == "dummy" else StaticLayer(length) for kind in kinds])
         self._parameters = self.parameters()
         batch = {"input_ids": tokens, "attention_mask": seen, "position_ids": positions, "uniform": uniform}
         placed = place_batch(batch, self.mesh, self.rows)
@@ -94,7 +95,6 @@ class CachedDecoder:
         del self.cache, self._token, self._parameters, self._seen, self._position
 
     def _advance(self, inputs: Tensors, uniform: torch.Tensor) -> Tensors:
-        """Build the graph of the model on the ``inputs`` that come next in the cache; returns its results by name."""
         with torch.no_grad():
             given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
             if "logits_to_keep" in inspect.signature(self.loss.model.forward).parameters:  # as generate() does
@@ -112,7 +112,6 @@ class CachedDecoder:
         return {TOKEN: self._token, "next position": self._position, **cached}
 
     def _cached(self) -> dict[str, tuple[StaticLayer, str]]:
-        """The cache's tensors: name → (layer, attribute)."""
         return {
             f"{key} of layer {number}": (layer, key)
             for number, layer in enumerate(self.cache.layers)
@@ -130,11 +129,6 @@ class CachedDecoder:
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return sharding.place(name, tensor, self.mesh, self.spec_of(tensor))
-
-
-def _cache(config: Any, length: int) -> Cache:
-    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return Cache(layers=[DummyLayer() if kind == "dummy" else StaticLayer(length) for kind in kinds])
 
 
 class RowDecoder:
@@ -172,13 +166,3 @@ class RowDecoder:
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         return sharding.constrain(tensor, self.placed.mesh, self.spec_of(tensor))
-
-
-def unstacked(plan: ShardingPlan, parameters: Mapping[str, torch.Tensor]) -> Tensors:
-    """Each layer's parameters by the model's own names: slices of the stacks, where there are stacks."""
-    found: Tensors = {}
-    for name, parameter in parameters.items():
-        members = plan.members(name)
-        slices = [parameter] if members == [name] else parameter.unbind(0)
-        found |= dict(zip(members, slices, strict=True))
-    return found

@@ -34,9 +34,9 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         _check_writable(options.output_path)
     with waiting(console, "reading the tasks …"):
         manager, tasks = _load_tasks(options)
-    opened = open_model(options, console)
+    placed, tokenizer = open_model(options, console)
     console.quiet = console.quiet or not hosts().first
-    lm = LM(opened.placed, opened.tokenizer, console)
+    lm = LM(placed, tokenizer, console)
     results: Any = simple_evaluate(
         lm,
         tasks=tasks,

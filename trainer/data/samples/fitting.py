@@ -19,8 +19,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.rows.packing import Columns, as_table
-from shardwright.data.samples.samples import Encoder, Sample, joined
+from shardwright.data.rows.packing import ISOLATED, Columns, as_table
+from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import RecordShape
@@ -47,10 +47,6 @@ class SampleOptions:
     groups: int | None = None
 
 
-# the samples of one record, which share a row: one, or several answers
-Group = tuple[Sample, ...]
-
-
 class FittingObserver(Protocol):
     """Called for each record, by its number in the packer's call: why it is bad, or its sample and the pieces kept.
 
@@ -68,9 +64,6 @@ class SamplePacker:
     Args:
         isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
         place_of: a record's file and row, for messages.
-
-    Attributes:
-        tally: counts so far; :func:`shardwright.data.samples.tally.notes` puts them in words.
     """
 
     groups = 16  # groups of documents packed together: the more, the fuller the rows
@@ -87,14 +80,14 @@ class SamplePacker:
     ) -> None:
         self.watch, self._documents = watch, list[str]()
         self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
-        self.tally: Counter[str] = Counter()
+        self.tally: Counter[str] = Counter()  # `shardwright.data.samples.tally.notes` puts it in words
         self.rest = np.empty(0, dtype=np.int32)  # for AnyPacker; always empty, as samples stay whole
         self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     @property
     def columns(self) -> list[str]:
-        return ["input_ids", "labels", *(["segment_ids", "position_ids"] if self.isolate else [])]
+        return ["input_ids", "labels", *(ISOLATED if self.isolate else ())]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
         return as_table(self.rows([text for text in batch["text"] if text]))
@@ -103,21 +96,18 @@ class SamplePacker:
         """The rows of ``documents``, each column [B, S]."""
         groups: list[Group] = []
         self._documents = [*documents]
-        for number, found in self.encoder(documents):
+        for number, made in self.encoder(documents):
             self.tally["samples"] += 1
-            kept = [group for group in self._fitted(documents[number], found.segments) if _all_scored(group)]
-            self.tally["without target"] += not kept and (
-                self.options.overflow != "drop" or not _all_scored(found.segments)
-            )
+            kept = [group for group in self._fitted(documents[number], made) if _all_scored(group)]
+            dropped = self.options.overflow == "drop" and _all_scored(made)
+            self.tally["without target"] += not kept and not dropped
             groups += kept
             if self.watch is not None:
-                self.watch.made(number, joined(found.segments), [joined(group) for group in kept])
+                self.watch.made(number, joined(made), [joined(group) for group in kept])
         lengths = [_length(group) for group in groups]
-        bins = (
-            best_fit(lengths, self.length, self.options.groups)
-            if self.options.packing
-            else [[i] for i in range(len(groups))]
-        )
+        bins = [[i] for i in range(len(groups))]
+        if self.options.packing:
+            bins = best_fit(lengths, self.length, self.options.groups)
         rows = [[sample for i in numbers for sample in groups[i]] for numbers in bins]
         self.tally["rows"] += len(rows)
         self.tally["tokens"] += sum(lengths)
@@ -144,9 +134,11 @@ class SamplePacker:
             return [(_part(sample, n, n + size),) for n in range(0, length, size)]
         # each of two answers gets the room that the other leaves, and at least half a row
         sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
-        cut = zip(group, (min(len(s.tokens), most) for s, most in zip(group, sizes, strict=True)), strict=True)
-        left = policy == "truncate_left"
-        return [tuple(_part(s, len(s.tokens) - n, len(s.tokens)) if left else _part(s, 0, n) for s, n in cut)]
+        if policy == "truncate_left":
+            return [
+                tuple(_part(s, max(0, len(s.tokens) - n), len(s.tokens)) for s, n in zip(group, sizes, strict=True))
+            ]
+        return [tuple(_part(s, 0, n) for s, n in zip(group, sizes, strict=True))]
 
     def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
         columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
