@@ -129,4 +129,4 @@ def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs)
         places = range(len(context), len(whole))
         expected.append(sum(logits[place - 1, whole[place]].item() for place in places))
     assert found == pytest.approx(expected, rel=1e-4)
-    assert opened.placed.job.plan["model.layers.0.mlp.experts.down_proj"].dtype == torch.int8
+    assert placed.job.plan["model.layers.0.mlp.experts.down_proj"].dtype == torch.int8

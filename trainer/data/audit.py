@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.corpus import DataOptions, check_samples
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.rows.mixture import BLOCK, shares, sources_of
+from shardwright.data.rows.mixture import BLOCK, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import Encoder, Sample
@@ -52,11 +52,6 @@ class Findings:
 
     count: int = 0
     places: list[tuple[str, str]] = field(default_factory=list)
-
-    def add(self, place: str, found: str) -> None:
-        self.count += 1
-        if len(self.places) < LISTED:
-            self.places.append((place, found))
 
 
 @dataclass
@@ -106,7 +101,10 @@ class _Auditor:
         self.source: SourceAudit
 
     def note(self, finding: str, place: str, found: str = "") -> None:
-        self.findings.setdefault(finding, Findings()).add(place, found)
+        findings = self.findings.setdefault(finding, Findings())
+        findings.count += 1
+        if len(findings.places) < LISTED:
+            findings.places.append((place, found))
 
     def bad(self, number: int, bad: BadRecord) -> None:
         skipped = self.options.samples.on_bad_row == "skip"
@@ -163,10 +161,9 @@ def audit(
         read: called after each group of documents with their stream, the part of it where they end, and their
             characters. At the end of a stream the part is the number of its parts.
     """
-    auditor, sources, found = _Auditor(options, show), [], sources_of(options.dataset)
-    weights = shares([source.weight for source in found])
+    auditor, sources = _Auditor(options, show), []
     asked: list[tuple[Any, bool, float]] = [
-        *((source.dataset, False, share / BLOCK) for source, share in zip(found, weights, strict=True)),
+        *((source.dataset, False, source.share / BLOCK) for source in sources_of(options.dataset)),
         *((dataset, True, 1.0) for dataset in options.eval_dataset.values()),
     ]
     for name, heldout, share in asked:

@@ -1,5 +1,7 @@
 """Decoders: the next tokens of a generation, with a cache of keys and values, or from whole rows without one.
 
+:func:`build_generator` chooses the one that a placed model can have.
+
 Shape suffixes: R rows, P tokens of a prompt, L tokens of a row, prompt and answer.
 """
 
@@ -8,17 +10,25 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
 
-from shardwright.evaluation.generate import TOKEN, GenerationShape, Sampling, choose
+from shardwright.evaluation import generate
+from shardwright.evaluation.generate import TOKEN, GenerationShape, Generator, Sampling
+from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec
+from shardwright.models.attention import attention_interface as attention
+from shardwright.models.layers.prefetch_barrier import prepare_in_turn
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.build import loss_of, on_mesh
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss
 from shardwright.step.placed_model import PlacedModel
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.place import place_buffers
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
 from shardwright.xla.device_mesh import DeviceMesh
@@ -95,6 +105,7 @@ class CachedDecoder:
         del self.cache, self._token, self._parameters, self._seen, self._position
 
     def _advance(self, inputs: Tensors, uniform: torch.Tensor) -> Tensors:
+        """Build the graph of the model on the ``inputs`` that come next in the cache; returns its results by name."""
         with torch.no_grad():
             given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
             if "logits_to_keep" in inspect.signature(self.loss.model.forward).parameters:  # as generate() does
@@ -103,7 +114,7 @@ class CachedDecoder:
             # first as the head is split: for few rows the partitioner would gather the head instead of the logits
             logits = sharding.constrain(logits, self.mesh, (self.rows, self._splitting(logits.shape[1])))
             logits = self._laid_out(logits)
-            self._token = self._laid_out(choose(logits, self.sampling, uniform))
+            self._token = self._laid_out(generate.choose(logits, self.sampling, uniform))
             self._position = self._laid_out(inputs["position_ids"][:, -1:] + 1)
             cached = {name: getattr(layer, key) for name, (layer, key) in self._cached().items()}
             for tensor in cached.values():
@@ -153,7 +164,7 @@ class RowDecoder:
             logits = self.placed.loss.logits(self.placed.parameters, {"input_ids": self._tokens})
             places = torch.arange(self.shape.length, device=logits.device)
             there = (places == self._last).unsqueeze(-1)
-            token = self._laid_out(choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn))
+            token = self._laid_out(generate.choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn))
             self._tokens = self._laid_out(torch.where(places == self._last + 1, token.unsqueeze(-1), self._tokens))
             self._last = self._laid_out(self._last + 1)
         return {TOKEN: token, "next tokens": self._tokens, "next last": self._last}
@@ -166,3 +177,39 @@ class RowDecoder:
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         return sharding.constrain(tensor, self.placed.mesh, self.spec_of(tensor))
+
+
+def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampling) -> Generator:
+    """A generator with the model and the weights of ``placed``, which stay where they are.
+
+    With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
+    transformers has no cache of one shape for the model, each token is computed from the whole row.
+
+    Raises UserError if the model has fewer positions than ``shape``.
+    """
+    job, mesh, batch = placed.job, placed.mesh, placed.batch_axes
+    heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
+    generate.check_positions(job.facts, shape.length)
+    if not generate.can_cache(job.model):
+        return Generator(RowDecoder(placed, shape, sampling), shape)
+    plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))
+    by_rows = {
+        pattern: {axis: placement for axis, placement in layout.items() if placement.is_shard(0)}
+        for pattern, layout in job.recipe.activations.items()
+    }
+    model = on_mesh(plain, mesh, by_rows)  # a decoded token has no sequence to split
+    attention.choose(model, attention.MASKED)
+    live = LiveWeights(placed.model, job.stored, mesh, placed.parameters)
+
+    def parameters() -> Tensors:
+        place_buffers(model, mesh, live)
+        found: Tensors = {}
+        for name, parameter in placed.parameters.items():
+            members = job.stored.members(name)
+            found |= dict(zip(members, [parameter] if members == [name] else parameter.unbind(0), strict=True))
+        return found
+
+    loss = loss_of(plain, model, mesh, None)
+    loss.pieces = None
+    loss.inside = prepare_in_turn(model, loss.prepare)
+    return Generator(CachedDecoder(loss, parameters, mesh, (batch, heads), shape, sampling), shape)

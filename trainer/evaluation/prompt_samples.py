@@ -16,7 +16,7 @@ from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.data.from_arguments import asked_tokenizer, stop_tokens
 from shardwright.data.samples.prompts import prompt_tokens, read_prompts
 from shardwright.errors import UserError
-from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.decoders import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, check_positions
 from shardwright.files.folder import Folder, StorageError
 from shardwright.job import Job

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 
+from shardwright.data.records import record_sources as sources
 from shardwright.data.records.files import Unreadable
-from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, cause, locate, not_utf8, pick_splits
+from shardwright.data.records.record_sources import AnyDataset, Files, HeldRecords, HubDataset
 from shardwright.data.records.records import columns_of, open_records, shape_of_files, texts_of_file
 from shardwright.data.records.shapes import recognise_splits
 from shardwright.data.records.unreadable import Unread
@@ -103,13 +104,13 @@ def check_same(shape: RecordShape, other: RecordShape, asked: str) -> None:
 
 
 def find_stream(
-    dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape] = SHAPES, on_bad_row: str = "error"
+    dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES, on_bad_row: str = "error"
 ) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. Only its columns are read.
 
     Raises UserError if nothing is there, or nothing to read, or no column of text; ``read`` does if the stream breaks.
     """
-    where = locate(dataset)
+    where = sources.locate(dataset)
     if isinstance(where, Files):
         return stream_of_files(where, reads, on_bad_row)
     return _stream_of_records(where, reads)
@@ -134,7 +135,7 @@ def stream_of_files(where: Files, reads: Sequence[RecordShape], on_bad_row: str)
         known = [sizes[name] for name in names]
         return DocumentStream(where.asked, identity, len(names), read, shape, names, known, unread=unread)
 
-    train, *heldout = (stream(splits[name]) for name in pick_splits(splits, where.asked))
+    train, *heldout = (stream(splits[name]) for name in sources.pick_splits(splits, where.asked))
     return replace(train, heldout=next(iter(heldout), None))
 
 
@@ -150,7 +151,7 @@ def _text_documents(where: Files, name: str, unread: Unread) -> Iterator[Keyed]:
         if where.skip_undecodable:
             return
         if isinstance(error, UnicodeDecodeError) and unread.policy == "error":
-            raise not_utf8(replace(where, files={name: path}), error) from error
+            raise sources.not_utf8(replace(where, files={name: path}), error) from error
         unread(name, None, Unreadable(f"{type(error).__name__}: {error}", rest=True))
 
 
@@ -179,7 +180,7 @@ def _line_groups(path: Path, unread: Unread) -> Iterator[str]:
 
 def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordShape]) -> DocumentStream:
     splits, identity = open_records(where)
-    chosen = [splits[name] for name in pick_splits(splits, where.asked)]
+    chosen = [splits[name] for name in sources.pick_splits(splits, where.asked)]
     shape = recognise_splits((columns_of(where, split) for split in chosen), where.asked, reads)
 
     def stream(split: IterableDataset) -> DocumentStream:
@@ -193,11 +194,11 @@ def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordSh
                     text = shape.document(record)
                     yield text or "", text
             except UnicodeDecodeError as error:
-                raise not_utf8(where, error) from error
+                raise sources.not_utf8(where, error) from error
             except Exception as error:  # of many types: all failures of a network or a file
                 raise UserError(
                     asked=f"{where.asked}: documents of its part {part + 1} of {split.num_shards}",
-                    found=cause(error),
+                    found=sources.cause(error),
                     why="the stream broke off; what was trained on is in the last checkpoint",
                     instead="the same command with --resume_from_checkpoint latest, when the data can be read again",
                 ) from error

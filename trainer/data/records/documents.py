@@ -8,11 +8,11 @@ from pathlib import Path
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Dataset, Features, Value
 
 from shardwright.data.records import record_sources as sources
 from shardwright.data.records.document_stream import DocumentStream, check_same, stream_of_files
-from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset
+from shardwright.data.records.record_sources import AnyDataset, Files, HeldRecords, HubDataset
 from shardwright.data.records.shapes import recognise_splits
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import UserError
@@ -69,9 +69,7 @@ class Documents:
         return replace(self, fingerprint=digest(key), read=read, unread=unread)
 
 
-def find_documents(
-    dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape] = SHAPES, on_bad_row: str = "error"
-) -> Documents:
+def find_documents(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES, on_bad_row: str = "error") -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises UserError if nothing is there, or nothing to read; ``read`` does for faults of the content.

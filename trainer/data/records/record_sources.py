@@ -92,9 +92,10 @@ class HeldRecords:
 
 
 Place = Files | HubDataset | HeldRecords
+AnyDataset = str | Dataset | IterableDataset | None  # as `--dataset` and `Trainer` take it
 
 
-def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
+def locate(dataset: AnyDataset) -> Place:
     """The place that ``--dataset`` names; None is the standard library. Nothing is read.
 
     Raises UserError if there is no such file or folder, or it holds nothing to read, or files of several kinds.

@@ -10,7 +10,15 @@ import datasets
 from datasets import Dataset, IterableDataset, List, Value
 
 from shardwright.data.records.files import Unreadable, rows_of
-from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, locate, pick_splits, unreadable
+from shardwright.data.records.record_sources import (
+    AnyDataset,
+    Files,
+    HeldRecords,
+    HubDataset,
+    locate,
+    pick_splits,
+    unreadable,
+)
 from shardwright.data.records.shapes import check_text, recognise, recognise_splits
 from shardwright.data.records.unreadable import Unread
 from shardwright.objectives.objective import RecordShape, text_shape
@@ -20,7 +28,7 @@ LOOKED_AT = 100  # first rows of a split's files, which determine its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
-def find_shape(dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
+def find_shape(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
     """The shape of the documents that ``--dataset`` names, one of ``reads``.
 
     Raises UserError if nothing is there, it can't be opened, or its records are of no known shape.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
 
+from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import find_shape
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
@@ -30,13 +30,13 @@ _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset of ``--dataset``, and its weight."""
+    """A dataset of ``--dataset``, and the rows that it gives of a thousand."""
 
-    dataset: str | Dataset | IterableDataset | None
-    weight: float = 1.0
+    dataset: AnyDataset
+    share: int = BLOCK
 
 
-def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
+def sources_of(dataset: AnyDataset) -> list[Source]:
     """The datasets that ``--dataset`` names: one, or those of a mixture. An existing path is always one dataset.
 
     Raises UserError if some have weights and others none, or a weight is not above 0.
@@ -52,9 +52,9 @@ def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
             why="no file or folder is called that, and of a mixture each dataset says how much of it is drawn",
             instead="--dataset a.jsonl:0.7,b.jsonl:0.3",
         )
-    sources = [Source(match[1], float(match[2])) for match in found if match]
-    shares([source.weight for source in sources], dataset)
-    return sources
+    matches = [match for match in found if match]
+    counts = shares([float(match[2]) for match in matches], dataset)
+    return [Source(match[1], share) for match, share in zip(matches, counts, strict=True)]
 
 
 def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
@@ -74,7 +74,7 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     return counts
 
 
-def shapes_of(dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape]) -> list[RecordShape]:
+def shapes_of(dataset: AnyDataset, reads: Sequence[RecordShape]) -> list[RecordShape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
     return [find_shape(source.dataset, reads) for source in sources_of(dataset)]
 
@@ -178,10 +178,10 @@ class MixedOrder:
 
 def mixture_notes(sources: Sequence[Source], train: MixedRows, notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     lines = []
-    for source, rows, share, own in zip(sources, train.sources, train.shares, notes, strict=True):
-        line = f"{source.dataset}: {share / BLOCK:.1%} of the rows"
+    for source, rows, own in zip(sources, train.sources, notes, strict=True):
+        line = f"{source.dataset}: {source.share / BLOCK:.1%} of the rows"
         if rows.tokens is not None and train.tokens is not None:
-            times = train.tokens * share / BLOCK / rows.tokens
+            times = train.tokens * source.share / BLOCK / rows.tokens
             line += f"; {rows.tokens:,} tokens, taken {times:.2f} times in an epoch"
         lines += [line, *(f"  {note}" for note in own)]
     return tuple(lines)
