@@ -56,32 +56,24 @@ class Findings:
 
 @dataclass
 class SourceAudit:
-    """The result for one dataset.
-
-    Args:
-        heldout: it is evaluated on, not trained on.
-        share: its share of the rows of a mixture.
-        tally: counts of a :class:`shardwright.data.samples.fitting.SamplePacker`.
-        lengths: tokens of each sample, before any is cut.
-        shown: samples to show: (place, the sample after cutting).
-    """
+    """The result for one dataset."""
 
     name: str
     shape: RecordShape
-    heldout: bool
-    share: float
-    tally: Counter[str] = field(default_factory=Counter)
-    lengths: array = field(default_factory=lambda: array("q"))
-    shown: list[tuple[str, Sample]] = field(default_factory=list)
+    heldout: bool  # it is evaluated on, not trained on
+    share: float  # of the rows of a mixture
+    tally: Counter[str] = field(default_factory=Counter)  # as a SamplePacker counts
+    lengths: array = field(default_factory=lambda: array("q"))  # tokens of each sample, before any is cut
+    shown: list[tuple[str, Sample]] = field(default_factory=list)  # samples to show: (place, the sample after cutting)
 
 
 @dataclass
 class Audit:
-    """The result for all datasets. ``findings`` has keys of ``WRONG`` and ``SAID``."""
+    """The result for all datasets."""
 
     length: int
     sources: list[SourceAudit]
-    findings: dict[str, Findings]
+    findings: dict[str, Findings]  # by keys of WRONG and SAID
 
     @property
     def wrong(self) -> dict[str, Findings]:

@@ -115,10 +115,11 @@ class Reference:
         column = str(objective.reference)
         self.shape, self.train = objective.columns[column], ReferredRows(train, column)
         self.sets = {name: ReferredRows(rows, column) for name, rows in sets.items()}
+        self.splits = {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
 
     @property
     def known(self) -> bool:
-        return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self._splits().values())
+        return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self.splits.values())
 
     def compute(
         self, placed: PlacedModel, batch: tuple[int, int, int], stopped: Callable[[], bool], console: Console
@@ -128,11 +129,10 @@ class Reference:
         ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
         """
         step, size = ReferenceStep(placed), batch[0]
-        splits = self._splits()
-        found = {name: np.full((len(rows), *self.shape), np.nan, dtype=np.float32) for name, rows in splits.items()}
-        for name, rows in splits.items():
+        found = {name: np.full((len(rows), *self.shape), np.nan, np.float32) for name, rows in self.splits.items()}
+        for name, rows in self.splits.items():
             rows.values = found[name]
-        for name, rows in splits.items():
+        for name, rows in self.splits.items():
             batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
             for number, values in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
                 first = number * size
@@ -143,9 +143,8 @@ class Reference:
 
     def save(self, folder: Folder) -> None:
         """Write the values to ``folder``, whole or not at all."""
-        splits = self._splits()
-        values = {name: rows.values for name, rows in splits.items() if rows.values is not None}
-        names = {name: rows.fingerprint for name, rows in splits.items()}
+        values = {name: rows.values for name, rows in self.splits.items() if rows.values is not None}
+        names = {name: rows.fingerprint for name, rows in self.splits.items()}
         folder.write(FILE, save(values, metadata=names))
 
     def load(self, folder: Folder) -> None:
@@ -169,21 +168,18 @@ class Reference:
                 instead="the folder of the run with all its files, and the data and --max_eval_rows that it began "
                 "with; or a run from the start",
             )
-        for name, rows in self._splits().items():
+        for name, rows in self.splits.items():
             rows.values = values[name]
 
     def _differs(self, values: dict[str, np.ndarray]) -> str:
         """Say how ``values`` don't fit the rows; empty if they do."""
-        for name, rows in self._splits().items():
+        for name, rows in self.splits.items():
             wanted = (len(rows), *self.shape)
             if values[name].shape != wanted or values[name].dtype != np.float32:
                 return f"{name} rows of another number or length: {values[name].shape}, where {wanted} are needed"
             if np.isnan(values[name]).any():
                 return f"{name} rows that are not computed"
         return ""
-
-    def _splits(self) -> dict[str, ReferredRows]:
-        return {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
 
 
 def not_one_dataset(*, mixed: bool) -> UserError:

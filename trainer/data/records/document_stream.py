@@ -30,26 +30,16 @@ Keyed = tuple[str, str | None]  # a document's key (a text file's is its name, a
 
 @dataclass(frozen=True)
 class DocumentStream:
-    """Documents that are read on demand and never kept.
+    """Documents that are read on demand and never kept."""
 
-    Args:
-        asked: the user's words for the dataset, for errors.
-        identity: a readable name for the documents, the same on every machine.
-        parts: how many files there are; in a folder of text files each is one document.
-        read: (part, document) -> (key, text) of each document from that one to the part's end.
-        names, sizes: the parts' names and bytes, if they are files.
-        heldout: the documents that are held out, if that is known.
-        unread: the unreadable rows that were left out.
-    """
-
-    asked: str
-    identity: str
-    parts: int
-    read: Callable[[int, int], Iterator[Keyed]]
+    asked: str  # the user's words for the dataset, for errors
+    identity: str  # a readable name for the documents, the same on every machine
+    parts: int  # how many files there are; in a folder of text files each is one document
+    read: Callable[[int, int], Iterator[Keyed]]  # (part, document) → the documents from that one to the part's end
     shape: RecordShape = text_shape()  # noqa: RUF009  (it is frozen)
-    names: Sequence[str] = ()
-    sizes: Sequence[int] = ()
-    heldout: DocumentStream | None = None
+    names: Sequence[str] = ()  # of the parts, if they are files
+    sizes: Sequence[int] = ()  # bytes of the parts, if they are files
+    heldout: DocumentStream | None = None  # the documents that are held out, if that is known
     unread: Unread = Unread("a stream", "error")  # noqa: RUF009  (it counts nothing)
 
     def documents(self) -> Iterator[Keyed]:

@@ -28,20 +28,16 @@ RECORDS_AT_ONCE = 4096  # validated together
 class Documents:
     """Documents that are not read yet.
 
-    Args:
-        asked: the user's words for the dataset, for errors.
-        fingerprint: changes when the documents do.
-        read: takes a scratch folder, which must outlive the result. Returns the documents to train on as ``train``, and
-            those held out, if that is known, as ``heldout``, or of named sets as ``heldout-name``. Columns: ``text``,
-            and ``name`` if the documents are files.
-        unread: the rows that were left out as unreadable.
+    ``read`` takes a scratch folder, which must outlive the result. It returns the documents to train on as ``train``,
+    and those held out, if that is known, as ``heldout``, or of named sets as ``heldout-name``. Columns: ``text``, and
+    ``name`` if the documents are files.
     """
 
-    asked: str
-    fingerprint: str
+    asked: str  # the user's words for the dataset, for errors
+    fingerprint: str  # changes when the documents do
     shape: RecordShape
     read: Callable[[Path], Mapping[str, Dataset]]
-    unread: tuple[Unread, ...]
+    unread: tuple[Unread, ...]  # the rows that were left out as unreadable
 
     def first(self, most: int) -> Documents:
         """The documents with only the first ``most`` to train on."""

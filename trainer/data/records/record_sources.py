@@ -36,19 +36,13 @@ STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Files:
-    """Local files of one kind: text, json, parquet, arrow or csv.
+    """Local files of one kind: text, json, parquet, arrow or csv."""
 
-    Args:
-        asked: the user's words for the dataset, for errors.
-        files: path relative to the dataset's folder → file, sorted.
-        skip_undecodable: a text file that is not UTF-8 is skipped, not refused.
-    """
-
-    asked: str
-    files: Mapping[str, Path]
+    asked: str  # the user's words for the dataset, for errors
+    files: Mapping[str, Path]  # path relative to the dataset's folder → file, sorted
     kind: str
     is_folder: bool = True
-    skip_undecodable: bool = False
+    skip_undecodable: bool = False  # a text file that is not UTF-8 is skipped, not refused
 
     def by_split(self) -> dict[str, list[str]]:
         """Split → names of its files. In a folder of records, file names tell the split, as on the hub:

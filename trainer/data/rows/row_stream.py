@@ -25,28 +25,21 @@ from shardwright.hosts.hosts import hosts
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A row's place in an epoch, from which reading can start without anything before it.
+    """A row's place in an epoch, from which reading can start without anything before it."""
 
-    Args:
-        part: position in the epoch's order of the stream's parts.
-        document: number of the document in that part.
-        skip: rows that the documents from there on give before this one.
-        rest: tokens of earlier documents that no row holds yet.
-    """
-
-    part: int = 0
-    document: int = 0
-    skip: int = 0
-    rest: list[int] = field(default_factory=list)
+    part: int = 0  # position in the epoch's order of the stream's parts
+    document: int = 0  # its number in that part
+    skip: int = 0  # rows that the documents from there on give before this one
+    rest: list[int] = field(default_factory=list)  # tokens of earlier documents that no row holds yet
 
 
 @dataclass(frozen=True)
 class Window:
-    """Rows in the order of training. ``start``: where the first began before they were permuted."""
+    """Rows in the order of training."""
 
     epoch: int
     number: int
-    start: StreamPosition
+    start: StreamPosition  # of the first row before they were permuted
     columns: Columns
 
     def __len__(self) -> int:
@@ -55,23 +48,14 @@ class Window:
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Rows of S tokens, made from a stream of documents and never stored.
-
-    Args:
-        left_out: hashes of the documents that are held out.
-        shuffle_rows: rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while being permuted.
-        fingerprint: a name for the rows and their order, all but the seed; the same on every machine.
-    """
+    """Rows of S tokens, made from a stream of documents and never stored."""
 
     documents: DocumentStream
     new_packer: Callable[[], AnyPacker]
-    left_out: frozenset[int]
-    shuffle_rows: int
+    left_out: frozenset[int]  # hashes of the documents that are held out
+    shuffle_rows: int  # rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while being permuted
     fingerprint: str
-
-    @property
-    def tokens(self) -> None:
-        return None
+    tokens: None = None  # an epoch's are not known
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
         return StreamedOrder(self, seed, batch_size, cursor)
