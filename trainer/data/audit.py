@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from array import array
 from collections import Counter
@@ -23,6 +22,9 @@ from shardwright.data.samples.samples import Encoder, Sample
 from shardwright.objectives.objective import RecordShape
 
 LISTED = 1000  # most places kept of a finding; all are counted
+# called after each group of documents with their stream, the part of it where they end (at the end of a stream: the
+# number of its parts), and their characters
+Read = Callable[[DocumentStream, int, int], None]
 
 # finding → its meaning. WRONG makes the audit fail, SAID is only reported.
 WRONG = {
@@ -82,18 +84,18 @@ class Audit:
 
 
 class _Auditor:
-    """Watches a packer and notes the fate of each record."""
+    """Reads streams, and notes the fate of each record: it watches the packer of their samples."""
 
-    def __init__(self, options: DataOptions, show: int) -> None:
-        self.options, self.show = options, show
-        self.findings: dict[str, Findings] = {}
+    def __init__(self, options: DataOptions, tokenizer: PreTrainedTokenizerBase, show: int, read: Read) -> None:
+        self.options, self.tokenizer, self.show, self.read = options, tokenizer, show, read
+        self.found = Audit(options.sequence_length, [], {})
         self.first: dict[bytes, tuple[str, bool]] = {}  # hash of a sample's tokens → its place, whether held out
         self.places: list[str] = []  # of the records in the group being packed
         self.prefix = ""  # of places, if there are several datasets
         self.source: SourceAudit
 
     def note(self, finding: str, place: str, found: str = "") -> None:
-        findings = self.findings.setdefault(finding, Findings())
+        findings = self.found.findings.setdefault(finding, Findings())
         findings.count += 1
         if len(findings.places) < LISTED:
             findings.places.append((place, found))
@@ -119,14 +121,6 @@ class _Auditor:
                 self.note("merged", place)
         self._keep(place, sample, kept)
 
-    def add_texts(self, encoder: Encoder, texts: list[str]) -> None:
-        """Count ``texts``, which a run joins: they fill every row, and every token is scored."""
-        size, tally = self.options.sequence_length, self.source.tally
-        for number, (sample,) in encoder(texts):
-            tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
-            self._keep(self.places[number], sample, [Sample(sample.tokens[:size], sample.labels[:size])])
-        tally["rows"] = tally["tokens"] // size
-
     def _keep(self, place: str, sample: Sample, kept: Sequence[Sample]) -> None:
         """Keep the sample's length, its hash, and the first of the pieces ``kept`` of it, if it is to be shown."""
         self.source.lengths.append(len(sample.tokens))
@@ -137,23 +131,73 @@ class _Auditor:
         if len(self.source.shown) < self.show:
             self.source.shown += [(place, piece) for piece in kept[:1]]
 
+    def audit(self, stream: DocumentStream, heldout: bool, share: float, most: int | None) -> None:
+        """Audit the first ``most`` documents (None: all), in the groups in which a run packs stored rows."""
+        self.source = SourceAudit(stream.asked.removeprefix("--dataset "), stream.shape, heldout, share)
+        self.found.sources.append(self.source)
+        add, size = self._adder(stream.shape)
+        texts: list[str] = []
+
+        def add_group(part: int) -> None:
+            add(texts)
+            self.read(stream, part, sum(map(len, texts)))
+            texts.clear()
+            self.places.clear()
+
+        count = 0
+        for part in range(stream.parts):
+            name, unreadable = stream.name_of(part), len(stream.unread.places)
+            for row, (_, text) in enumerate(stream.read(part, 0), start=1):
+                if count == most:
+                    break
+                count += 1
+                place = f"{self.prefix}{name}, row {row}"
+                if text and has_text(text):
+                    self.places.append(place)
+                    texts.append(text)
+                elif len(stream.unread.places) == unreadable and stream.shape.is_text:
+                    self.note("no text", place)
+                unreadable = len(stream.unread.places)
+                if len(texts) == size:
+                    add_group(part)
+        add_group(stream.parts)
+        if not heldout and not self.source.tally["scored"]:
+            self.note("nothing", self.source.name, "no scored token in any record")
+
+    def _adder(self, shape: RecordShape) -> tuple[Callable[[list[str]], object], int]:
+        """The function that takes a group of documents, and the size of a group."""
+        options, length = self.options, self.options.sequence_length
+        if options.makes_samples(shape):
+            lenient = replace(options.samples, on_bad_row="skip")
+            if lenient.overflow == "error":
+                lenient = replace(lenient, overflow="truncate_right")
+            packer = SamplePacker(self.tokenizer, shape, length, lenient, options.isolate_documents, watch=self)
+            self.source.tally = packer.tally
+            return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
+        tally = self.source.tally
+        encoder = Encoder(self.tokenizer, shape, tally, self.bad, train_on_prompt=True)
+
+        def add(texts: list[str]) -> None:
+            """Joined texts fill every row, and every token is scored."""
+            for number, (sample,) in encoder(texts):
+                tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
+                self._keep(self.places[number], sample, [Sample(sample.tokens[:length], sample.labels[:length])])
+            tally["rows"] = tally["tokens"] // length
+
+        return add, DOCUMENTS_AT_ONCE
+
 
 def audit(
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     show: int = 0,
-    read: Callable[[DocumentStream, int, int], None] = lambda stream, part, characters: None,
+    read: Read = lambda stream, part, characters: None,
 ) -> Audit:
-    """Read all records that a run of ``options`` would, including those to evaluate on.
+    """Read all records that a run of ``options`` would, including those to evaluate on, and keep ``show`` of a source.
 
     Raises UserError if a run would refuse the options before reading.
-
-    Args:
-        show: samples of each source to keep.
-        read: called after each group of documents with their stream, the part of it where they end, and their
-            characters. At the end of a stream the part is the number of its parts.
     """
-    auditor, sources = _Auditor(options, show), []
+    auditor = _Auditor(options, tokenizer, show, read)
     asked: list[tuple[Any, bool, float]] = [
         *((source.dataset, False, source.share / BLOCK) for source in sources_of(options.dataset)),
         *((dataset, True, 1.0) for dataset in options.eval_dataset.values()),
@@ -161,72 +205,14 @@ def audit(
     for name, heldout, share in asked:
         stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)
-        parts = [(stream, heldout, None if heldout else options.max_samples)]
+        auditor.prefix = f"{name}: " if len(asked) > 1 else ""
+        auditor.audit(stream, heldout, share, None if heldout else options.max_samples)
         if stream.heldout is not None and not options.eval_dataset:
-            parts.append((stream.heldout, True, None))
-        for each, held, most in parts:
-            auditor.source = SourceAudit(each.asked.removeprefix("--dataset "), each.shape, held, share)
-            sources.append(auditor.source)
-            auditor.prefix = f"{name}: " if len(asked) > 1 else ""
-            _read(each, auditor, tokenizer, most, read)
-            if not held and not auditor.source.tally["scored"]:
-                auditor.note("nothing", auditor.source.name, "no scored token in any record")
+            auditor.audit(stream.heldout, True, share, None)
         unreadable = "left out" if options.samples.on_bad_row == "skip" else "unreadable"
         for place, why in stream.unread.places.items():
             auditor.note(unreadable, auditor.prefix + place, why)
-    return Audit(options.sequence_length, sources, auditor.findings)
-
-
-def _read(
-    stream: DocumentStream,
-    auditor: _Auditor,
-    tokenizer: PreTrainedTokenizerBase,
-    most: int | None,
-    read: Callable[[DocumentStream, int, int], None],
-) -> None:
-    """Audit the first ``most`` documents of ``stream`` (None: all), in the groups in which a run packs stored rows."""
-    add, size = _adder(stream.shape, auditor, tokenizer)
-    texts: list[str] = []
-
-    def add_group(part: int) -> None:
-        add(texts)
-        read(stream, part, sum(map(len, texts)))
-        texts.clear()
-        auditor.places.clear()
-
-    count = 0
-    for part in range(stream.parts):
-        name, unreadable = stream.name_of(part), len(stream.unread.places)
-        for row, (_, text) in enumerate(stream.read(part, 0), start=1):
-            if count == most:
-                break
-            count += 1
-            place = f"{auditor.prefix}{name}, row {row}"
-            if text and has_text(text):
-                auditor.places.append(place)
-                texts.append(text)
-            elif len(stream.unread.places) == unreadable and stream.shape.is_text:
-                auditor.note("no text", place)
-            unreadable = len(stream.unread.places)
-            if len(texts) == size:
-                add_group(part)
-    add_group(stream.parts)
-
-
-def _adder(
-    shape: RecordShape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Callable[[list[str]], object], int]:
-    """The function that takes a group of documents, and the size of a group."""
-    options = auditor.options
-    if not options.makes_samples(shape):
-        encoder = Encoder(tokenizer, shape, auditor.source.tally, auditor.bad, train_on_prompt=True)
-        return functools.partial(auditor.add_texts, encoder), DOCUMENTS_AT_ONCE
-    lenient = replace(options.samples, on_bad_row="skip")
-    if lenient.overflow == "error":
-        lenient = replace(lenient, overflow="truncate_right")
-    packer = SamplePacker(tokenizer, shape, options.sequence_length, lenient, options.isolate_documents, watch=auditor)
-    auditor.source.tally = packer.tally
-    return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
+    return auditor.found
 
 
 def histogram(lengths: Sequence[int], length: int) -> list[tuple[str, int]]:

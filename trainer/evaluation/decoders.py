@@ -42,18 +42,14 @@ class CachedDecoder:
     Prompts stand at the end of their P tokens, behind padding that nothing sees, so that all rows go on at the same
     place of the cache. Layers of a sliding window have a cache of all L tokens too: a window that moved in it would be
     another graph. transformers' own masks say which tokens see each other.
-
-    Args:
-        loss: of the model whose layers run one by one, with an attention that takes masks.
-        axes: the mesh axes that split rows, and those that split heads where they can.
     """
 
     def __init__(
         self,
-        loss: Loss,
+        loss: Loss,  # of the model whose layers run one by one, with an attention that takes masks
         parameters: Callable[[], Tensors],
         mesh: DeviceMesh,
-        axes: tuple[tuple[str, ...], tuple[str, ...]],
+        axes: tuple[tuple[str, ...], tuple[str, ...]],  # that split rows, and that split heads where they can
         shape: GenerationShape,
         sampling: Sampling,
     ) -> None:

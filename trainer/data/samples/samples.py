@@ -57,26 +57,19 @@ def joined(group: Group) -> Sample:
 
 
 class Encoder:
-    """Records of one shape → samples.
+    """Records of one shape → samples. Raises UserError for chats if the tokenizer has no template for them.
 
-    Raises UserError for chats if the tokenizer has no template for them.
-
-    Args:
-        train_on_prompt: the loss is on every token.
-        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only special ones count, as an id
-            from a config made for another tokenizer may be a letter here.
-        on_bad: called with the number of each record that can't become a sample, and why; it may raise.
-        tally: gets the counts of the samples.
+    Of ``stops`` only special tokens count, as an id from a config made for another tokenizer may be a letter here.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         shape: RecordShape,
-        tally: Counter[str],
-        on_bad: Callable[[int, BadRecord], None],
-        train_on_prompt: bool = False,
-        stops: frozenset[int] = frozenset(),
+        tally: Counter[str],  # gets the counts of the samples
+        on_bad: Callable[[int, BadRecord], None],  # called with each bad record's number, and why; it may raise
+        train_on_prompt: bool = False,  # the loss is on every token
+        stops: frozenset[int] = frozenset(),  # tokens that end a generation, beside the tokenizer's end-of-text token
     ) -> None:
         self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
         self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
