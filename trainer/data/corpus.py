@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.documents import TRAIN, find_documents
+from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
 from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
@@ -52,31 +53,25 @@ class DataOptions:
             (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or several, each
             with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``; or records of the library `datasets`, stored or
             streamed. None: the source of this Python's standard library.
-        sequence_length: S, tokens a row.
-        reads: the shapes that records may have, in the order in which they are tried.
-        isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
-        streaming: rows are made as training asks for them and never stored.
-        shuffle_rows: size of a stream's shuffle buffer in rows; 2048 take 32 MiB at 4096 tokens a row.
         heldout_fraction: the share of the documents that is held out if the dataset has no validation or test split.
             A hash of a document's name (of a record's text) decides, so that runs with other seeds are scored on the
             same tokens. A stream's lie in its first 64 M characters and fill 512 rows at most.
         eval_dataset: set name (empty: unnamed) → documents to hold out instead, not trained on, each as ``dataset``.
         max_samples: train on the first so many documents; None: all. A share of them is held out if nothing else is.
         samples: how unpacked texts and records of other shapes become rows, and the policy for unreadable rows.
-        labels: rows of text get labels too, to be mixed with rows of samples.
     """
 
-    dataset: str | Dataset | IterableDataset | None
-    sequence_length: int
-    reads: Sequence[RecordShape] = SHAPES
-    isolate_documents: bool = False
-    streaming: bool = False
-    shuffle_rows: int = 2048
+    dataset: AnyDataset
+    sequence_length: int  # S
+    reads: Sequence[RecordShape] = SHAPES  # the shapes that records may have, in the order in which they are tried
+    isolate_documents: bool = False  # rows say which document each token belongs to; samples that share rows need it
+    streaming: bool = False  # rows are made as training asks for them and never stored
+    shuffle_rows: int = 2048  # size of a stream's shuffle buffer; so many take 32 MiB at 4096 tokens a row
     heldout_fraction: float = 0.05
     eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
-    labels: bool = False
+    labels: bool = False  # rows of text get labels too, to be mixed with rows of samples
 
     @property
     def reading(self) -> tuple[Sequence[RecordShape], str]:
@@ -113,8 +108,7 @@ class Corpus:
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
 
-        Raises:
-            UserError: names both numbers; the first stored row shows the corpus's length.
+        The first stored row shows the corpus's length.
         """
         check_vocabulary(self.tokenizer, vocab_size)
         mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]

@@ -85,10 +85,13 @@ def trained_tokenizer(
     name = "tokenizer.json"
 
     def build(made: Path) -> None:
-        tokenizer, alphabet = Tokenizer(BPE()), ByteLevel.alphabet()
+        tokenizer = Tokenizer(BPE())
         tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-        options = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
-        tokenizer.train_from_iterator(texts(), BpeTrainer(vocab_size=vocab_size, **options))
+        alphabet, special = ByteLevel.alphabet(), [END_OF_TEXT]
+        trainer = BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts(), trainer)
         tokenizer.save(str(made / name))
 
     def load(made: Path) -> PreTrainedTokenizerFast:

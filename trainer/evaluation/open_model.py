@@ -130,14 +130,11 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
         config = load_config(config_from, UNMADE)
         known = [stated(config, name) for name in ("n_positions", "max_position_embeddings", "n_ctx")]
         length = min([LONGEST, *(n for n in known if isinstance(n, int) and n > 1)])
-    args = TrainingArguments(
-        model=config_from,
-        adapter=adapter,
-        sequence_length=length,
-        per_device_train_batch_size=options.batch_size,
-        **{name: getattr(options, name) for name in ("recipe", "mesh", "compute", "weight_dtype")},
-        **({} if adapter is None else {"base_dtype": options.base_dtype or options.weight_dtype}),
-    )
+    given = {name: getattr(options, name) for name in ("recipe", "mesh", "compute", "weight_dtype")}
+    given |= {"model": config_from, "adapter": adapter, "sequence_length": length}
+    if adapter is not None:
+        given["base_dtype"] = options.base_dtype or options.weight_dtype
+    args = TrainingArguments(**given, per_device_train_batch_size=options.batch_size)
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
     return job

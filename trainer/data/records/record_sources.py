@@ -137,7 +137,14 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
         files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
     else:
         files = {name: file for name, file in _files(path, "", set()).items() if file.suffix.lower() in KIND_OF}
-        files = _without_companions(files)
+        data = {
+            name: file
+            for name, file in files.items()
+            if file.name.lower() not in ABOUT_RECORDS
+            and not (_kind(file) == "text" and ABOUT.fullmatch(file.stem.lower()))
+        }
+        if any(_kind(file) != "text" for file in data.values()):
+            files = data
         kinds = {_kind(file): name for name, file in files.items()}
     if len(kinds) > 1:
         raise UserError(
@@ -165,16 +172,6 @@ def _holds_something(file: Path) -> bool:
         return file.stat().st_size > 0
     except OSError:  # it vanished
         return False
-
-
-def _without_companions(files: dict[str, Path]) -> dict[str, Path]:
-    """``files`` without companions such as a README, if records remain."""
-    data = {
-        name: file
-        for name, file in files.items()
-        if file.name.lower() not in ABOUT_RECORDS and not (_kind(file) == "text" and ABOUT.fullmatch(file.stem.lower()))
-    }
-    return data if any(_kind(file) != "text" for file in data.values()) else files
 
 
 def not_utf8(where: Place, error: Exception) -> UserError:

@@ -35,7 +35,13 @@ def split_documents(documents: Documents, scratch: Path, heldout_fraction: float
     """
     given = dict(documents.read(scratch))
     train = given.pop(TRAIN)
-    hashes_D = _hashes(train)
+    named = "name" if "name" in train.column_names else "text"
+    hashes = (
+        key_hash(name) if has_text(text) else -1
+        for batch in train.iter(1024)
+        for name, text in zip(batch[named], batch["text"], strict=True)
+    )
+    hashes_D = np.fromiter(hashes, dtype=np.int64, count=len(train))
     filled_D = hashes_D >= 0
     distinct = np.unique(hashes_D[filled_D])
     if len(distinct) < (1 if given else 2):
@@ -50,17 +56,6 @@ def split_documents(documents: Documents, scratch: Path, heldout_fraction: float
         given = {HELDOUT: train.select(np.flatnonzero(heldout_D))}
         filled_D &= ~heldout_D
     return {TRAIN: train.select(np.flatnonzero(filled_D)), **given}
-
-
-def _hashes(documents: Dataset) -> np.ndarray:
-    """The hash of each document's name (a record's: of its text), int64 ≥ 0; -1: it has no text. [D]"""
-    named = "name" if "name" in documents.column_names else "text"
-    values = (
-        key_hash(name) if has_text(text) else -1
-        for batch in documents.iter(1024)
-        for name, text in zip(batch[named], batch["text"], strict=True)
-    )
-    return np.fromiter(values, dtype=np.int64, count=len(documents))
 
 
 def first_documents(stream: DocumentStream, heldout_fraction: float) -> Iterator[tuple[int, str, bool]]:
