@@ -18,8 +18,7 @@ from shardwright.report.lines import say, waiting
 def run(options: EvaluationArguments, console: Console | None = None) -> dict[str, Any]:
     """Measure the model of ``options``, print lm-eval's table and write its results; returns them.
 
-    Raises:
-        UserError: options that can't be; no such tasks, or their data can't be read; no lm_eval.
+    Raises UserError for options that can't be, tasks that are unknown or whose data can't be read, or no lm_eval.
     """
     from shardwright.evaluation.lm import LM  # first: its error says that there is no lm_eval
 

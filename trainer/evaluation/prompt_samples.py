@@ -30,11 +30,8 @@ _SHOWN = 200  # characters of a prompt, and of an answer, on the console
 class Samples:
     """Answers the prompts of a run, and keeps the answers of all its lives.
 
-    A resumed run keeps the answers of its checkpoint's step and earlier ones.
-
-    Raises:
-        UserError: the prompts can't be read or have no tokens, or they and the answers are longer than the model's
-            positions.
+    A resumed run keeps the answers of its checkpoint's step and earlier ones. Raises UserError if the prompts can't be
+    read or have no tokens, or they and the answers are longer than the model's positions.
     """
 
     def __init__(

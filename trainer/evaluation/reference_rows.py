@@ -105,8 +105,7 @@ class ReferredRows(StoredRows):
 class Reference:
     """The rows of a run, to train on and by the names of evaluated sets, with the starting weights' values.
 
-    Raises:
-        UserError: the rows are not stored.
+    Raises UserError if the rows are not stored.
     """
 
     def __init__(self, train: Rows, sets: Mapping[str, StoredRows], objective: Objective) -> None:
@@ -148,11 +147,7 @@ class Reference:
         folder.write(FILE, save(values, metadata=names))
 
     def load(self, folder: Folder) -> None:
-        """Read the values that :meth:`save` wrote there.
-
-        Raises:
-            UserError: there are none, or they are of other rows.
-        """
+        """Read the values that :meth:`save` wrote there. Raises UserError if there are none, or they are of other rows."""
         found = "no such file"
         try:
             if folder.exists(FILE):
@@ -197,8 +192,7 @@ def not_one_dataset(*, mixed: bool) -> UserError:
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
     """``corpus`` with the reference columns that the objective needs, its held-out sets cut to the evaluated rows.
 
-    Raises:
-        UserError: as :class:`Reference`.
+    Raises as :class:`Reference`.
     """
     if args.goal.reference is None:
         return corpus, None
