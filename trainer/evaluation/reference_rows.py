@@ -147,7 +147,7 @@ class Reference:
         folder.write(FILE, save(values, metadata=names))
 
     def load(self, folder: Folder) -> None:
-        """Read the values that :meth:`save` wrote there; raises UserError if they are none, or of other rows."""
+        """Read the values that :meth:`save` wrote there; raises UserError if there are none, or of other rows."""
         found = "no such file"
         try:
             if folder.exists(FILE):
