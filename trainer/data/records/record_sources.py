@@ -124,11 +124,13 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
     def kept(names: list[str]) -> list[str]:
         return [name for name in names if not name.startswith(".") and name not in left_out]
 
-    paths = []
+    files = {}
     for folder, inner, names in os.walk(root):
         inner[:] = kept(inner)
-        paths += [Path(folder, name) for name in kept(names) if name.endswith(suffix)]
-    return dict(sorted((path.relative_to(root).as_posix(), path) for path in paths if os.path.isfile(path)))
+        for path in (Path(folder, name) for name in kept(names) if name.endswith(suffix)):
+            if os.path.isfile(path):
+                files[path.relative_to(root).as_posix()] = path
+    return dict(sorted(files.items()))
 
 
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
