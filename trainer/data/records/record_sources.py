@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -86,7 +87,7 @@ class HeldRecords:
 
 
 Place = Files | HubDataset | HeldRecords
-AnyDataset = str | Dataset | IterableDataset | None  # as `--dataset` and `Trainer` take it
+AnyDataset: TypeAlias = str | Dataset | IterableDataset | None  # as `--dataset` and `Trainer` take it
 
 
 def locate(dataset: AnyDataset) -> Place:
