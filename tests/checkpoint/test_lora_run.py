@@ -117,16 +117,16 @@ def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs)
         options = EvaluationArguments(
             str(runs / "whole" / model), "any", recipe="mixtral_ep", max_length=64, base_dtype=base_dtype
         )
-        opened = open_model(options, Console(quiet=True))
-        (score,) = LM(opened.placed, opened.tokenizer).loglikelihood([request], disable_tqdm=True)
+        placed, tokenizer = open_model(options, Console(quiet=True))
+        (score,) = LM(placed, tokenizer).loglikelihood([request], disable_tqdm=True)
         found.append(score[0])
         plain = AutoModelForCausalLM.from_pretrained(runs / "base")
         if base_dtype == "int8":
-            round_as_stored(plain, opened.placed.job)
+            round_as_stored(plain, placed.job)
         theirs = PeftModel.from_pretrained(plain, runs / "whole" / "model")
-        context, whole = (opened.tokenizer(text).input_ids for text in ("3 plus 1", "3 plus 1 makes 4."))
+        context, whole = (tokenizer(text).input_ids for text in ("3 plus 1", "3 plus 1 makes 4."))
         logits = theirs(torch.tensor([whole])).logits[0].log_softmax(-1)
         places = range(len(context), len(whole))
         expected.append(sum(logits[place - 1, whole[place]].item() for place in places))
     assert found == pytest.approx(expected, rel=1e-4)
-    assert opened.placed.job.plan["model.layers.0.mlp.experts.down_proj"].dtype == torch.int8
+    assert placed.job.plan["model.layers.0.mlp.experts.down_proj"].dtype == torch.int8

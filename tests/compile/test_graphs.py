@@ -25,7 +25,7 @@ from shardwright.errors import UserError
 from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS
 from shardwright.evaluation.generate import GenerationShape
 from shardwright.evaluation.prompt_samples import expected_shape
-from shardwright.evaluation.reference_step import REFERENCE_PASS
+from shardwright.evaluation.reference_rows import REFERENCE_PASS
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.stacking import is_stacked

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
-from shardwright.data.records import documents
+from shardwright.data.records import document_stream
 from shardwright.data.rows import row_stream
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.packing import Packer, as_table
@@ -50,7 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows begin and end within groups of documents, as they do in large data."""
     monkeypatch.setattr(row_stream, "DOCUMENTS_AT_ONCE", 5)
-    monkeypatch.setattr(documents, "DOCUMENT_BYTES", (100, 200))
+    monkeypatch.setattr(document_stream, "DOCUMENT_BYTES", (100, 200))
 
 
 def texts(rng: np.random.Generator, count: int) -> list[str]:

@@ -45,9 +45,9 @@ def is_chat(batch: Any) -> bool:
 
 def test_a_mixture_is_told_from_paths_and_from_configurations(tmp_path: Path) -> None:
     both = sources_of("a.jsonl:0.7,some/id@main:configuration:3")
-    assert [(source.dataset, source.weight) for source in both] == [
-        ("a.jsonl", 0.7),
-        ("some/id@main:configuration", 3.0),
+    assert [(source.dataset, source.share) for source in both] == [
+        ("a.jsonl", 189),
+        ("some/id@main:configuration", 811),
     ]
     for whole in ("some/id:0.7", "some/id:configuration", "x.jsonl"):
         assert [source.dataset for source in sources_of(whole)] == [whole]

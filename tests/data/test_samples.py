@@ -45,7 +45,7 @@ def encode(record: dict[str, Any], template: str | None = CHATML, eos: str = "<|
     tokenizer, tally = byte_tokenizer(template, eos), Counter[str]()
     encoder = Encoder(tokenizer, shape, tally, raising, **options)
     document = shape.document(record)
-    ((_, sample),) = encoder([document])
+    ((_, (sample,)),) = encoder([document])
     return tokenizer, sample, tally
 
 
@@ -153,7 +153,7 @@ def test_a_token_that_joins_prompt_and_completion_is_scored_and_counted() -> Non
     tokenizer.add_tokens(["? t"])
     tally = Counter[str]()
     encoder = Encoder(tokenizer, SHAPE["prompt/completion"], tally, raising)
-    ((_, sample),) = encoder([json.dumps({"prompt": "one? ", "completion": "two"})])
+    ((_, (sample,)),) = encoder([json.dumps({"prompt": "one? ", "completion": "two"})])
     assert scored_text(tokenizer, sample) == ["? two<end>"]
     assert tally["merged"] == 1
 

@@ -15,8 +15,7 @@ import torch
 from datasets import Dataset
 
 from shardwright.data.corpus import Corpus
-from shardwright.data.records.document_stream import DocumentStream, find_stream
-from shardwright.data.records.documents import key_hash
+from shardwright.data.records.document_stream import DocumentStream, find_stream, key_hash
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.packing import Packer
 from shardwright.data.rows.row_stream import StreamedRows, StreamPosition

@@ -48,8 +48,7 @@ def options(here, **more):
 
 @pytest.fixture(scope="module")
 def ours(here):
-    opened = open_model(options(here), Console(quiet=True))
-    return LM(opened.placed, opened.tokenizer)
+    return LM(*open_model(options(here), Console(quiet=True)))
 
 
 def theirs(here, model, tasks=TASKS):

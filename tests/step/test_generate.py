@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3NextConfig
 
 from shardwright.errors import UserError
-from shardwright.evaluation.build_generator import build_generator
-from shardwright.evaluation.decoders import CachedDecoder, RowDecoder
+from shardwright.evaluation.decoders import CachedDecoder, RowDecoder, build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, can_cache, check_positions, choose
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of

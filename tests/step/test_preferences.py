@@ -12,7 +12,7 @@ import torch
 from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
-from shardwright.evaluation.reference_step import ReferenceStep
+from shardwright.evaluation.reference_rows import ReferenceStep
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives import OBJECTIVES

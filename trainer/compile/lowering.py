@@ -16,11 +16,10 @@ import torch
 import torch_xla
 
 from shardwright.compile.lowered_graph import TRAIN_STEP, Argument, LoweredGraph
-from shardwright.evaluation.build_generator import build_generator
-from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
+from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder, build_generator
 from shardwright.evaluation.generate import can_cache
 from shardwright.evaluation.prompt_samples import expected_shape, sampling_of
-from shardwright.evaluation.reference_step import REFERENCE_PASS, ReferenceStep
+from shardwright.evaluation.reference_rows import REFERENCE_PASS, ReferenceStep
 from shardwright.job import Job
 from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.layout.plan import ParameterPlan

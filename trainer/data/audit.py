@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,16 +13,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.corpus import DataOptions, check_samples
-from shardwright.data.records.document_stream import DocumentStream, find_stream
-from shardwright.data.records.documents import has_text
+from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.rows.mixture import BLOCK, shares, sources_of
+from shardwright.data.rows.mixture import BLOCK, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
-from shardwright.data.samples.samples import Encoder, Sample, joined
+from shardwright.data.samples.samples import Encoder, Sample
 from shardwright.objectives.objective import RecordShape
 
 LISTED = 1000  # most places kept of a finding; all are counted
+# called after each group of documents with their stream, the part of it where they end (at the end of a stream: the
+# number of its parts), and their characters
+Read = Callable[[DocumentStream, int, int], None]
 
 # finding → its meaning. WRONG makes the audit fail, SAID is only reported.
 WRONG = {
@@ -53,40 +55,27 @@ class Findings:
     count: int = 0
     places: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, place: str, found: str) -> None:
-        self.count += 1
-        if len(self.places) < LISTED:
-            self.places.append((place, found))
-
 
 @dataclass
 class SourceAudit:
-    """The result for one dataset.
-
-    Args:
-        heldout: it is evaluated on, not trained on.
-        share: its share of the rows of a mixture.
-        tally: counts of a :class:`shardwright.data.samples.fitting.SamplePacker`.
-        lengths: tokens of each sample, before any is cut.
-        shown: samples to show: (place, the sample after cutting).
-    """
+    """The result for one dataset."""
 
     name: str
     shape: RecordShape
-    heldout: bool
-    share: float
-    tally: Counter[str] = field(default_factory=Counter)
-    lengths: array = field(default_factory=lambda: array("q"))
-    shown: list[tuple[str, Sample]] = field(default_factory=list)
+    heldout: bool  # it is evaluated on, not trained on
+    share: float  # of the rows of a mixture
+    tally: Counter[str] = field(default_factory=Counter)  # as a SamplePacker counts
+    lengths: array = field(default_factory=lambda: array("q"))  # tokens of each sample, before any is cut
+    shown: list[tuple[str, Sample]] = field(default_factory=list)  # samples to show: (place, the sample after cutting)
 
 
 @dataclass
 class Audit:
-    """The result for all datasets. ``findings`` has keys of ``WRONG`` and ``SAID``."""
+    """The result for all datasets."""
 
     length: int
     sources: list[SourceAudit]
-    findings: dict[str, Findings]
+    findings: dict[str, Findings]  # by keys of WRONG and SAID
 
     @property
     def wrong(self) -> dict[str, Findings]:
@@ -95,18 +84,21 @@ class Audit:
 
 
 class _Auditor:
-    """Watches a packer and notes the fate of each record."""
+    """Reads streams, and notes the fate of each record: it watches the packer of their samples."""
 
-    def __init__(self, options: DataOptions, show: int) -> None:
-        self.options, self.show = options, show
-        self.findings: dict[str, Findings] = {}
+    def __init__(self, options: DataOptions, tokenizer: PreTrainedTokenizerBase, show: int, read: Read) -> None:
+        self.options, self.tokenizer, self.show, self.read = options, tokenizer, show, read
+        self.found = Audit(options.sequence_length, [], {})
         self.first: dict[bytes, tuple[str, bool]] = {}  # hash of a sample's tokens → its place, whether held out
         self.places: list[str] = []  # of the records in the group being packed
         self.prefix = ""  # of places, if there are several datasets
         self.source: SourceAudit
 
     def note(self, finding: str, place: str, found: str = "") -> None:
-        self.findings.setdefault(finding, Findings()).add(place, found)
+        findings = self.found.findings.setdefault(finding, Findings())
+        findings.count += 1
+        if len(findings.places) < LISTED:
+            findings.places.append((place, found))
 
     def bad(self, number: int, bad: BadRecord) -> None:
         skipped = self.options.samples.on_bad_row == "skip"
@@ -115,7 +107,6 @@ class _Auditor:
 
     def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None:
         place, length, policy = self.places[number], len(sample.tokens), self.options.samples.overflow
-        self.source.lengths.append(length)
         if length > self.options.sequence_length:
             finding = {"error": "too long", "drop": "dropped"}.get(policy, "cut")
             self.note(finding, place, f"{length:,} tokens")
@@ -128,130 +119,100 @@ class _Auditor:
                 self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
             elif name == "merged" and count:
                 self.note("merged", place)
-        self._compare(place, sample)
-        if len(self.source.shown) < self.show:
-            self.source.shown += [(place, piece) for piece in kept[:1]]
+        self._keep(place, sample, kept)
 
-    def _compare(self, place: str, sample: Sample) -> None:
+    def _keep(self, place: str, sample: Sample, kept: Sequence[Sample]) -> None:
+        """Keep the sample's length, its hash, and the first of the pieces ``kept`` of it, if it is to be shown."""
+        self.source.lengths.append(len(sample.tokens))
         key = hashlib.blake2b(sample.tokens.tobytes(), digest_size=12).digest()
         first, held = self.first.setdefault(key, (place, self.source.heldout))
         if first != place:
             self.note("held out too" if self.source.heldout and not held else "duplicate", place, f"as {first}")
+        if len(self.source.shown) < self.show:
+            self.source.shown += [(place, piece) for piece in kept[:1]]
+
+    def audit(self, stream: DocumentStream, heldout: bool, share: float, most: int | None) -> None:
+        """Audit the first ``most`` documents (None: all), in the groups in which a run packs stored rows."""
+        self.source = SourceAudit(stream.asked.removeprefix("--dataset "), stream.shape, heldout, share)
+        self.found.sources.append(self.source)
+        add, size = self._adder(stream.shape)
+        texts: list[str] = []
+
+        def add_group(part: int) -> None:
+            add(texts)
+            self.read(stream, part, sum(map(len, texts)))
+            texts.clear()
+            self.places.clear()
+
+        count = 0
+        for part in range(stream.parts):
+            name, unreadable = stream.name_of(part), len(stream.unread.places)
+            for row, (_, text) in enumerate(stream.read(part, 0), start=1):
+                if count == most:
+                    break
+                count += 1
+                place = f"{self.prefix}{name}, row {row}"
+                if text and has_text(text):
+                    self.places.append(place)
+                    texts.append(text)
+                elif len(stream.unread.places) == unreadable and stream.shape.is_text:
+                    self.note("no text", place)
+                unreadable = len(stream.unread.places)
+                if len(texts) == size:
+                    add_group(part)
+        add_group(stream.parts)
+        if not heldout and not self.source.tally["scored"]:
+            self.note("nothing", self.source.name, "no scored token in any record")
+
+    def _adder(self, shape: RecordShape) -> tuple[Callable[[list[str]], object], int]:
+        """The function that takes a group of documents, and the size of a group."""
+        options, length = self.options, self.options.sequence_length
+        if options.makes_samples(shape):
+            lenient = replace(options.samples, on_bad_row="skip")
+            if lenient.overflow == "error":
+                lenient = replace(lenient, overflow="truncate_right")
+            packer = SamplePacker(self.tokenizer, shape, length, lenient, options.isolate_documents, watch=self)
+            self.source.tally = packer.tally
+            return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
+        tally = self.source.tally
+        encoder = Encoder(self.tokenizer, shape, tally, self.bad, train_on_prompt=True)
+
+        def add(texts: list[str]) -> None:
+            """Joined texts fill every row, and every token is scored."""
+            for number, (sample,) in encoder(texts):
+                tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
+                self._keep(self.places[number], sample, [Sample(sample.tokens[:length], sample.labels[:length])])
+            tally["rows"] = tally["tokens"] // length
+
+        return add, DOCUMENTS_AT_ONCE
 
 
 def audit(
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     show: int = 0,
-    read: Callable[[DocumentStream, int, int], None] = lambda stream, part, characters: None,
+    read: Read = lambda stream, part, characters: None,
 ) -> Audit:
-    """Read all records that a run of ``options`` would, including those to evaluate on.
+    """Read all records that a run of ``options`` would, including those to evaluate on, and keep ``show`` of a source.
 
-    Args:
-        show: samples of each source to keep.
-        read: called after each group of documents with their stream, the part of it where they end, and their
-            characters. At the end of a stream the part is the number of its parts.
-
-    Raises:
-        UserError: a run would refuse the options before reading.
+    Raises UserError if a run would refuse the options before reading.
     """
-    auditor, sources = _Auditor(options, show), []
-    asked = [*_asked(options)]
+    auditor = _Auditor(options, tokenizer, show, read)
+    asked: list[tuple[Any, bool, float]] = [
+        *((source.dataset, False, source.share / BLOCK) for source in sources_of(options.dataset)),
+        *((dataset, True, 1.0) for dataset in options.eval_dataset.values()),
+    ]
     for name, heldout, share in asked:
         stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)
-        limit = None if heldout else options.max_samples
-        parts = [(stream, heldout, limit)]
+        auditor.prefix = f"{name}: " if len(asked) > 1 else ""
+        auditor.audit(stream, heldout, share, None if heldout else options.max_samples)
         if stream.heldout is not None and not options.eval_dataset:
-            parts.append((stream.heldout, True, None))
-        for each, held, most in parts:
-            auditor.source = SourceAudit(each.asked.removeprefix("--dataset "), each.shape, held, share)
-            sources.append(auditor.source)
-            auditor.prefix = f"{name}: " if len(asked) > 1 else ""
-            _read(each, auditor, tokenizer, most, read)
-            if not held and not auditor.source.tally["scored"]:
-                auditor.note("nothing", auditor.source.name, "no scored token in any record")
+            auditor.audit(stream.heldout, True, share, None)
         unreadable = "left out" if options.samples.on_bad_row == "skip" else "unreadable"
         for place, why in stream.unread.places.items():
             auditor.note(unreadable, auditor.prefix + place, why)
-    return Audit(options.sequence_length, sources, auditor.findings)
-
-
-def _asked(options: DataOptions) -> Iterator[tuple[Any, bool, float]]:
-    """(name, whether it is held out, share of the rows) of each dataset."""
-    found = sources_of(options.dataset)
-    for source, share in zip(found, shares([source.weight for source in found]), strict=True):
-        yield source.dataset, False, share / BLOCK
-    for dataset in options.eval_dataset.values():
-        yield dataset, True, 1.0
-
-
-def _read(
-    stream: DocumentStream,
-    auditor: _Auditor,
-    tokenizer: PreTrainedTokenizerBase,
-    most: int | None,
-    read: Callable[[DocumentStream, int, int], None],
-) -> None:
-    """Audit the first ``most`` documents of ``stream`` (None: all), in the groups in which a run packs stored rows."""
-    add, size = _adder(stream.shape, auditor, tokenizer)
-    places: list[str] = []
-    texts: list[str] = []
-    characters = count = 0
-    for part in range(stream.parts):
-        name = stream.name_of(part)
-        unreadable = len(stream.unread.places)
-        for row, (_, text) in enumerate(stream.read(part, 0), start=1):
-            if count == most:
-                break
-            count += 1
-            place = f"{auditor.prefix}{name}, row {row}"
-            if text and has_text(text):
-                places.append(place)
-                texts.append(text)
-                characters += len(text)
-            elif len(stream.unread.places) == unreadable and stream.shape.is_text:
-                auditor.note("no text", place)
-            unreadable = len(stream.unread.places)
-            if len(texts) == size:
-                auditor.places = places
-                add(texts)
-                read(stream, part, characters)
-                places, texts, characters = [], [], 0
-    auditor.places = places
-    add(texts)
-    read(stream, stream.parts, characters)
-
-
-def _adder(
-    shape: RecordShape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Callable[[list[str]], None], int]:
-    """The function that takes a group of documents, and the size of a group."""
-    options, tally = auditor.options, auditor.source.tally
-    if options.makes_samples(shape):
-        lenient = replace(options.samples, on_bad_row="skip")
-        if lenient.overflow == "error":
-            lenient = replace(lenient, overflow="truncate_right")
-        packer = SamplePacker(tokenizer, shape, options.sequence_length, lenient, options.isolate_documents)
-        packer.watch, packer.tally = auditor, tally
-        packer.encoder.tally = tally
-        return lambda texts: (packer.rows(texts), None)[1], DOCUMENTS_AT_ONCE * packer.groups
-    encoder = Encoder(tokenizer, shape, tally, auditor.bad, train_on_prompt=True)
-
-    def add(texts: list[str]) -> None:
-        """Joined texts fill every row, and every token is scored."""
-        for number, found in encoder(texts):
-            sample = joined(found.segments)
-            tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
-            auditor.source.lengths.append(len(sample.tokens))
-            auditor._compare(auditor.places[number], sample)
-            if len(auditor.source.shown) < auditor.show:
-                size = options.sequence_length
-                piece = Sample(sample.tokens[:size], sample.labels[:size])
-                auditor.source.shown.append((auditor.places[number], piece))
-        tally["rows"] = tally["tokens"] // options.sequence_length
-
-    return add, DOCUMENTS_AT_ONCE
+    return auditor.found
 
 
 def histogram(lengths: Sequence[int], length: int) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.audit import SAID, WRONG, Audit, audit, histogram
@@ -35,10 +35,9 @@ TRAINS_WRONGLY = 3  # the exit code
 def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) -> int:
     """Audit the data of ``args``; returns the exit code.
 
-    Raises:
-        UserError: a run would refuse the options before reading; or a file can't be written.
+    Raises UserError if a run would refuse the options before reading, or a file can't be written.
     """
-    config = _config_of(args)
+    config = load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
     tokenizer = asked_tokenizer(args, config)
     shapes = shapes_of(args.dataset, args.reads)
     if tokenizer is None:
@@ -53,10 +52,6 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     _write(shown.html, "html", lambda: audit_page(view))
     _write(shown.json, "json", lambda: json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n")
     return TRAINS_WRONGLY if found.wrong else 0
-
-
-def _config_of(args: TrainingArguments) -> PretrainedConfig:
-    return load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
 
 
 class ReadingBar:
@@ -75,7 +70,7 @@ class ReadingBar:
 
     def read(self, stream: DocumentStream, part: int, characters: int) -> None:
         """Advance the bar: the ``read`` of :func:`shardwright.data.audit.audit`."""
-        sizes = [*stream.sizes.values()]
+        sizes = stream.sizes
         if stream is not self._stream:
             self._stream, self._part, self._characters = stream, 0, 0
             self._task = self.bar.add_task(stream.asked, total=sum(sizes) or None, done="")
@@ -108,24 +103,16 @@ def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenize
     header = ("dataset", "records", "samples", "rows", "full", "tokens", "scored", "share of rows")
     sources = []
     for source in found.sources:
-        tally = source.tally
-        slots = tally["rows"] * found.length
-        sources.append(
-            (
-                source.name + (" (held out)" if source.heldout else ""),
-                source.shape.name,
-                f"{tally['samples']:,}",
-                f"{tally['rows']:,}",
-                f"{min(tally['tokens'] / slots, 1):.1%}" if slots else "",
-                f"{tally['tokens']:,}",
-                f"{tally['scored']:,} ({tally['scored'] / max(tally['tokens'], 1):.1%})",
-                "" if source.heldout else f"{source.share:.1%}",
-            )
-        )
-    meanings = {**WRONG, **SAID}
+        samples, rows, tokens, scored = (source.tally[name] for name in ("samples", "rows", "tokens", "scored"))
+        name = source.name + (" (held out)" if source.heldout else "")
+        full = f"{min(tokens / (rows * found.length), 1):.1%}" if rows else ""
+        of_tokens = f"{scored:,} ({scored / max(tokens, 1):.1%})"
+        share = "" if source.heldout else f"{source.share:.1%}"
+        counts = (f"{samples:,}", f"{rows:,}", full, f"{tokens:,}", of_tokens, share)
+        sources.append((name, source.shape.name, *counts))
     findings = [
-        Finding(name, meanings[name], name in WRONG, found.findings[name].count, found.findings[name].places)
-        for name in meanings
+        Finding(name, meaning, name in WRONG, found.findings[name].count, found.findings[name].places)
+        for name, meaning in {**WRONG, **SAID}.items()
         if name in found.findings
     ]
     lengths = [n for source in found.sources for n in source.lengths]
@@ -137,13 +124,13 @@ def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenize
         ("longest sample", f"{max(lengths, default=0):,} tokens"),
         ("median sample", f"{int(np.median(lengths)) if lengths else 0:,} tokens"),
     ]
-    samples = [
+    shown = [
         (f"{source.name}: {place}", [*pieces_of(sample, tokenizer)])
         for source in found.sources
         for place, sample in source.shown
     ]
     title = f"Data of {args.dataset or 'the standard library'}"
-    return AuditView(title, facts, header, sources, histogram(lengths, found.length), findings, samples)
+    return AuditView(title, facts, header, sources, histogram(lengths, found.length), findings, shown)
 
 
 def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
 import numpy as np
@@ -25,13 +25,13 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.document_stream import find_stream
-from shardwright.data.records.documents import find_documents
+from shardwright.data.records.documents import TRAIN, find_documents
+from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
-from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
+from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
-from shardwright.data.rows.selection import evaluated_on, first_of, first_of_stream, stream_evaluated_on
 from shardwright.data.samples.chat import Template
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.data.samples.tally import notes, unread_notes
@@ -41,7 +41,6 @@ from shardwright.files.cache import cache_root, cached, digest
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
-Found = TypeVar("Found")
 CACHE_FORMAT = 2  # part of every cache key: raise it when cached data changes meaning
 
 
@@ -54,32 +53,30 @@ class DataOptions:
             (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or several, each
             with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``; or records of the library `datasets`, stored or
             streamed. None: the source of this Python's standard library.
-        sequence_length: S, tokens a row.
-        reads: the shapes that records may have, in the order in which they are tried.
-        isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
-        streaming: rows are made as training asks for them and never stored.
-        shuffle_rows: size of a stream's shuffle buffer in rows; 2048 take 32 MiB at 4096 tokens a row.
         heldout_fraction: the share of the documents that is held out if the dataset has no validation or test split.
             A hash of a document's name (of a record's text) decides, so that runs with other seeds are scored on the
             same tokens. A stream's lie in its first 64 M characters and fill 512 rows at most.
-        eval_dataset: set name → documents to hold out instead, none of them trained on, each as ``dataset``. An unnamed
-            set has the empty name.
+        eval_dataset: set name (empty: unnamed) → documents to hold out instead, not trained on, each as ``dataset``.
         max_samples: train on the first so many documents; None: all. A share of them is held out if nothing else is.
         samples: how unpacked texts and records of other shapes become rows, and the policy for unreadable rows.
-        labels: rows of text get labels too, to be mixed with rows of samples.
     """
 
-    dataset: str | Dataset | IterableDataset | None
-    sequence_length: int
-    reads: Sequence[RecordShape] = SHAPES
-    isolate_documents: bool = False
-    streaming: bool = False
-    shuffle_rows: int = 2048
+    dataset: AnyDataset
+    sequence_length: int  # S
+    reads: Sequence[RecordShape] = SHAPES  # the shapes that records may have, in the order in which they are tried
+    isolate_documents: bool = False  # rows say which document each token belongs to; samples that share rows need it
+    streaming: bool = False  # rows are made as training asks for them and never stored
+    shuffle_rows: int = 2048  # size of a stream's shuffle buffer; so many take 32 MiB at 4096 tokens a row
     heldout_fraction: float = 0.05
     eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
-    labels: bool = False
+    labels: bool = False  # rows of text get labels too, to be mixed with rows of samples
+
+    @property
+    def reading(self) -> tuple[Sequence[RecordShape], str]:
+        """The shapes to recognise, and the policy for unreadable rows, as `find_documents` takes them."""
+        return self.reads, self.samples.on_bad_row
 
     def makes_samples(self, shape: RecordShape) -> bool:
         """Whether each record of ``shape`` becomes a whole sample; otherwise texts are joined and cut into rows."""
@@ -111,8 +108,7 @@ class Corpus:
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
 
-        Raises:
-            UserError: names both numbers; the first stored row shows the corpus's length.
+        The first stored row shows the corpus's length.
         """
         check_vocabulary(self.tokenizer, vocab_size)
         mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]
@@ -127,10 +123,7 @@ class Corpus:
 
 
 def load_corpus(
-    options: DataOptions,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    cache_dir: Path | None = None,
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, cache_dir: Path | None = None
 ) -> Corpus:
     """Tokenised and packed rows: texts joined by the end-of-text token and cut every S tokens, or whole samples.
 
@@ -153,12 +146,11 @@ def load_corpus(
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
         raise no_tokenizer(options.dataset)
-    shapes = shapes_of(options.dataset, options.reads)
-    labels = any(map(options.makes_samples, shapes))
+    labels = any(map(options.makes_samples, shapes_of(options.dataset, options.reads)))
     corpora = [
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
     ]
-    train = MixedRows([corpus.train for corpus in corpora], shares([source.weight for source in sources]))
+    train = MixedRows([corpus.train for corpus in corpora], [source.share for source in sources])
     held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
     heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
@@ -168,15 +160,15 @@ def load_corpus(
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    find = _finder(find_documents, options)
-    found, others = find(options.dataset), {name: find(each) for name, each in options.eval_dataset.items()}
-    documents = found if options.max_samples is None else first_of(found, options.max_samples)
+    documents = find_documents(options.dataset, *options.reading)
+    others = {name: find_documents(each, *options.reading) for name, each in options.eval_dataset.items()}
+    if options.max_samples is not None:
+        documents = documents.first(options.max_samples)
     if others:
-        documents = evaluated_on(documents, others)
+        documents = documents.evaluated_on(others)
     check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
-    with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
-        scratch = Path(temporary)
+    with _scratch_in(root) as scratch:
 
         @functools.cache  # the documents are read once, and only if something is not in the cache
         def split() -> dict[str, Dataset]:
@@ -184,31 +176,17 @@ def _stored_corpus(
 
         if tokenizer is None:
             folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__])
-            tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()["train"]), vocab_size)
-
-        def unread() -> Counter[str]:
-            return sum((each.unread.tally for each in (found, *others.values())), Counter())
-
-        packing = _packing_key(options, documents.shape, tokenizer)
-        new_packer = _packers(options, documents.shape, tokenizer)
+            tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()[TRAIN]), vocab_size)
+        packing = _Packing(options, documents.shape, tokenizer)
         rows = cached(
-            root / "rows" / digest([*key, *packing]),
+            root / "rows" / digest([*key, *packing.key]),
             scratch,
-            build=lambda folder: write_rows(split(), folder, new_packer, documents.asked, unread),
+            build=lambda folder: write_rows(split(), folder, packing.new_packer, documents),
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
     train, *held = rows.values()
-    return Corpus(train, held[0], tokenizer, _notes(options, documents.shape, tally), _named(options, held))
-
-
-def _finder(find: Callable[..., Found], options: DataOptions) -> Callable[[Any], Found]:
-    """``find`` as a function of the dataset alone, its other arguments taken from ``options``."""
-    return functools.partial(find, reads=options.reads, on_bad_row=options.samples.on_bad_row)
-
-
-def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
+    return Corpus(train, held[0], tokenizer, packing.notes(tally), _named(options, held))
 
 
 def load_rows_of(
@@ -219,59 +197,120 @@ def load_rows_of(
     ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
-    documents = _finder(find_documents, options)(dataset)
+    documents = find_documents(dataset, *options.reading)
     check_samples(options, documents.shape, tokenizer)
-    packing = _packing_key(options, documents.shape, tokenizer)
-    new_packer = _packers(options, documents.shape, tokenizer)
-    root = cache_root(None)
-    with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
-        scratch = Path(temporary)
-        rows = cached(
-            root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing]),
-            scratch,
-            build=lambda folder: write_rows(
-                {"test": next(iter(documents.read(scratch / "documents").values()))},
-                folder,
-                new_packer,
-                documents.asked,
-            ),
-            load=load_rows,
-        )
-    return rows["test"]
+    packing, root = _Packing(options, documents.shape, tokenizer), cache_root(None)
+    folder = root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing.key])
+    with _scratch_in(root) as scratch:
+
+        def build(folder: Path) -> None:
+            all_of_it = {"test": documents.read(scratch / "documents")[TRAIN]}
+            write_rows(all_of_it, folder, packing.new_packer, documents)
+
+        return cached(folder, scratch, build=build, load=load_rows)["test"]
 
 
-def _packers(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
-    """A function that makes the packer of documents of ``shape``."""
-    if not options.makes_samples(shape):
-        return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
+def _streamed_corpus(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
+) -> Corpus:
+    """Rows of a stream. Nothing is written but a tokenizer trained on it."""
+    stream = find_stream(options.dataset, *options.reading)
+    if options.max_samples is not None:
+        stream = stream.first(options.max_samples)
+    sets = [stream.evaluated_on(find_stream(each, *options.reading)) for each in options.eval_dataset.values()]
+    if sets:
+        stream = replace(sets[0], identity="; ".join(each.identity for each in sets))
+    check_samples(options, stream.shape, tokenizer)
+    fraction = 0.0 if stream.heldout else options.heldout_fraction
+    if tokenizer is None:
+        folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])
+        texts = (text for _, text, held in first_documents(stream, fraction) if not held)
+        with _scratch_in(root) as scratch:
+            tokenizer = trained_tokenizer(folder, scratch, lambda: texts, vocab_size)
+    packing = _Packing(options, stream.shape, tokenizer)
+    heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
+    held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
+    first, length, _, *samples = packing.key
+    # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
+    key = [CACHE_FORMAT, first, length, packing.new_packer().columns, *samples]
+    key += [options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
+    fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
+    rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
+    return Corpus(rows, heldout, tokenizer, packing.notes(heldout.tally), _named(options, held))
 
-    def place_of(document: str) -> str:
-        find, datasets = _finder(find_stream, options), [options.dataset, *options.eval_dataset.values()]
-        found = (find(each).place_of(document) for each in datasets)
+
+def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
+    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
+
+
+def _sample(documents: Dataset) -> Iterator[str]:
+    """Random documents' texts, about 64 M characters: a tokenizer learns no more from a larger sample."""
+    budget = SAMPLE_CHARACTERS
+    for index in np.random.default_rng(0).permutation(len(documents)).tolist():
+        if budget <= 0:
+            return
+        text = documents[index]["text"]
+        budget -= len(text)
+        yield text
+
+
+@contextmanager
+def _scratch_in(root: Path) -> Iterator[Path]:
+    """A folder in ``root`` for a while, in which the bars of `datasets` are switched off.
+
+    They flash by for small data and break the console's own live line.
+    """
+    # semi-private, one switch for the whole process: datasets/utils/tqdm.py, datasets 5.2
+    shown = not datasets.are_progress_bars_disabled()
+    if shown:
+        datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as scratch:
+            yield Path(scratch)
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """How documents of ``shape`` become rows."""
+
+    options: DataOptions
+    shape: RecordShape
+    tokenizer: PreTrainedTokenizerBase
+
+    def new_packer(self) -> AnyPacker:
+        options = self.options
+        length, isolate = options.sequence_length, options.isolate_documents
+        if options.makes_samples(self.shape):
+            return SamplePacker(self.tokenizer, self.shape, length, options.samples, isolate, self._place_of)
+        return Packer(self.tokenizer, length, isolate, options.labels)
+
+    def _place_of(self, document: str) -> str:
+        asked = [self.options.dataset, *self.options.eval_dataset.values()]
+        found = (find_stream(each, *self.options.reading).place_of(document) for each in asked)
         return next(filter(None, found), "a record")
 
-    return functools.partial(
-        SamplePacker,
-        tokenizer,
-        shape,
-        options.sequence_length,
-        options.samples,
-        isolate=options.isolate_documents,
-        place_of=place_of,
-    )
+    @property
+    def key(self) -> list[Any]:
+        """The part of the rows' cache key that is not about the documents."""
+        options, samples, tokenizer = self.options, self.options.samples, self.tokenizer
+        key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
+        if options.makes_samples(self.shape):
+            key += [self.shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
+            key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
+            key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
+        elif options.labels:
+            key += ["labels"]
+        return key
 
-
-def _packing_key(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """The part of the rows' cache key that is not about the documents."""
-    key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
-    if options.makes_samples(shape):
-        samples = options.samples
-        key += [shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
-        key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row, sorted(samples.stops)]
-        key += [samples.groups] if samples.groups else []
-    elif options.labels:
-        key += ["labels"]
-    return key
+    def notes(self, tally: Mapping[str, int]) -> tuple[str, ...]:
+        if not self.options.makes_samples(self.shape):
+            return tuple(unread_notes(tally))
+        trained = "every token" if self.options.samples.train_on_prompt else self.shape.trained
+        words = f"records with {', '.join(self.shape.required)}; trained on: {trained}"
+        return words, *notes(self.shape, tally, self.options.sequence_length)
 
 
 def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -294,67 +333,3 @@ def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTraine
         )
     if shape.is_chat and tokenizer is not None:
         Template(tokenizer, frozenset())
-
-
-def _notes(options: DataOptions, shape: RecordShape, tally: Mapping[str, int]) -> tuple[str, ...]:
-    if not options.makes_samples(shape):
-        return tuple(unread_notes(tally))
-    trained = "every token" if options.samples.train_on_prompt else shape.trained
-    words = f"records with {', '.join(shape.required)}; trained on: {trained}"
-    return words, *notes(shape, tally, options.sequence_length)
-
-
-def _sample(documents: Dataset) -> Iterator[str]:
-    """Random documents' texts, about 64 M characters: a tokenizer learns no more from a larger sample."""
-    budget = SAMPLE_CHARACTERS
-    for index in np.random.default_rng(0).permutation(len(documents)).tolist():
-        if budget <= 0:
-            return
-        text = documents[index]["text"]
-        budget -= len(text)
-        yield text
-
-
-def _streamed_corpus(
-    options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
-) -> Corpus:
-    """Rows of a stream. Nothing is written but a tokenizer trained on it."""
-    find = _finder(find_stream, options)
-    stream = find(options.dataset)
-    if options.max_samples is not None:
-        stream = first_of_stream(stream, options.max_samples)
-    sets = {name: stream_evaluated_on(stream, find(each)) for name, each in options.eval_dataset.items()}
-    if sets:
-        stream = replace(next(iter(sets.values())), identity="; ".join(each.identity for each in sets.values()))
-    check_samples(options, stream.shape, tokenizer)
-    fraction = 0.0 if stream.heldout else options.heldout_fraction
-    if tokenizer is None:
-        folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])
-        texts = (text for _, text, held in first_documents(stream, fraction) if not held)
-        with tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as scratch:
-            tokenizer = trained_tokenizer(folder, Path(scratch), lambda: texts, vocab_size)
-    new_packer = _packers(options, stream.shape, tokenizer)
-    heldout, left_out = heldout_of_stream(stream, new_packer(), fraction)
-    held = [heldout, *(heldout_of_stream(each, new_packer(), 0.0)[0] for each in [*sets.values()][1:])]
-    first, length, _, *samples = _packing_key(options, stream.shape, tokenizer)
-    packing = [first, length, new_packer().columns, *samples]
-    # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
-    key = [CACHE_FORMAT, *packing, options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
-    fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
-    rows = StreamedRows(stream, new_packer, left_out, options.shuffle_rows, fingerprint)
-    notes_of = _notes(options, stream.shape, heldout.tally)
-    return Corpus(rows, heldout, tokenizer, notes_of, _named(options, held))
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Switch off the bars of `datasets`, which flash by for small data and break the console's own live line."""
-    # semi-private, one switch for the whole process: datasets/utils/tqdm.py, datasets 5.2
-    if datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

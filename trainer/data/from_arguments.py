@@ -23,8 +23,7 @@ def asked_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer given or named, else the one beside the weights; None: one is to be trained on the data.
 
-    Raises:
-        UserError: there is none of that name, or a model of ``config`` can't be trained with it.
+    Raises UserError if there is none of that name, or a model of ``config`` can't be trained with it.
     """
     name = args.tokenizer
     if name is None and args.model is not None:

@@ -38,23 +38,32 @@ def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
     """Refuse a tokenizer that a model of ``vocab_size`` tokens can't be trained with. None: one is to be trained.
 
-    Raises:
-        UserError: it has no end-of-text token or too many tokens, or ``vocab_size`` is too small to train one.
+    Raises UserError if it has no end-of-text token or too many tokens, or ``vocab_size`` is too small to train one.
     """
+    least = len(ByteLevel.alphabet()) + 1
+    if tokenizer is None and vocab_size < least:
+        raise UserError(
+            asked=f"a tokenizer of {vocab_size} tokens",
+            found=f"{least - 1} bytes and the end-of-text token, {least} tokens before any is learnt",
+            why="a byte without a token could not be written",
+            instead=f"a model whose vocab_size is at least {least}, or its own tokenizer with --tokenizer",
+        )
     if tokenizer is None:
-        _check_trainable(vocab_size)
-    else:
-        _check_end_of_text(tokenizer)
-        check_vocabulary(tokenizer, vocab_size)
+        return
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            asked=f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
+            found="it has no end-of-text token (eos_token)",
+            why="packed documents are joined by it; without it the model never learns where a text ends",
+            instead="set eos_token in its tokenizer_config.json, or leave --tokenizer out to train one",
+        )
+    check_vocabulary(tokenizer, vocab_size)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Refuse a tokenizer whose highest token lies beyond the ``vocab_size`` rows of the model's embedding.
 
     On XLA an index beyond the last row silently reads the last. A tokenizer's ids may have holes.
-
-    Raises:
-        UserError: names both numbers.
     """
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
     if count > vocab_size:
@@ -66,70 +75,44 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         )
 
 
-def _check_trainable(vocab_size: int) -> None:
-    least = len(ByteLevel.alphabet()) + 1
-    if vocab_size < least:
-        raise UserError(
-            asked=f"a tokenizer of {vocab_size} tokens",
-            found=f"{least - 1} bytes and the end-of-text token, {least} tokens before any is learnt",
-            why="a byte without a token could not be written",
-            instead=f"a model whose vocab_size is at least {least}, or its own tokenizer with --tokenizer",
-        )
-
-
-def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            asked=f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
-            found="it has no end-of-text token (eos_token)",
-            why="packed documents are joined by it; without it the model never learns where a text ends",
-            instead="set eos_token in its tokenizer_config.json, or leave --tokenizer out to train one",
-        )
-
-
 def trained_tokenizer(
     folder: Path, scratch: Path, texts: Callable[[], Iterable[str]], vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer in the cache's ``folder``, trained on ``texts()`` if there is none yet."""
-    return cached(folder, scratch, build=lambda made: _write_trained(made, texts(), vocab_size), load=_load_trained)
+    """The tokenizer in the cache's ``folder``: a byte-level BPE (Sennrich et al. 2016, as in GPT-2).
 
+    It has at most ``vocab_size`` tokens, and is trained on ``texts()`` if there is none yet.
+    """
+    name = "tokenizer.json"
 
-def _write_trained(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
-    """Write a byte-level BPE (Sennrich et al. 2016, as in GPT-2) of at most ``vocab_size`` tokens."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.train_from_iterator(
-        texts,
-        BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    def build(made: Path) -> None:
+        tokenizer = Tokenizer(BPE())
+        tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+        alphabet, special = ByteLevel.alphabet(), [END_OF_TEXT]
+        trainer = BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts(), trainer)
+        tokenizer.save(str(made / name))
 
+    def load(made: Path) -> PreTrainedTokenizerFast:
+        backend = Tokenizer.from_file(str(made / name))
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        )
 
-def _load_trained(folder: Path) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
+    return cached(folder, scratch, build=build, load=load)
 
 
 def plain_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """The tokens of each text, none of them special: a ``<|endoftext|>`` written in it stays text.
 
-    Raises:
-        UserError: the tokenizer has no other token for such a word.
+    Raises UserError if the tokenizer has no other token for such a word.
     """
-    special = special_ids(tokenizer)
-    found = _tokenise(tokenizer, texts)
-    for i, text in enumerate(texts):
-        if not special.isdisjoint(found[i]):
-            found[i] = _spelt_out(tokenizer, text, special)
-    return found
+    special, found = special_ids(tokenizer), _tokenise(tokenizer, texts)
+    return [
+        tokens if special.isdisjoint(tokens) else _spelt_out(tokenizer, text, special)
+        for text, tokens in zip(texts, found, strict=True)
+    ]
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> list[list[int]]:

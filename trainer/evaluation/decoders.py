@@ -1,5 +1,7 @@
 """Decoders: the next tokens of a generation, with a cache of keys and values, or from whole rows without one.
 
+:func:`build_generator` chooses the one that a placed model can have.
+
 Shape suffixes: R rows, P tokens of a prompt, L tokens of a row, prompt and answer.
 """
 
@@ -7,19 +9,26 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
 
-from shardwright.evaluation.generate import TOKEN, GenerationShape, Sampling, choose
+from shardwright.evaluation import generate
+from shardwright.evaluation.generate import TOKEN, GenerationShape, Generator, Sampling
+from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec
-from shardwright.layout.plan import ShardingPlan
+from shardwright.models.attention import attention_interface as attention
+from shardwright.models.layers.prefetch_barrier import prepare_in_turn
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.build import loss_of, on_mesh
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss
 from shardwright.step.placed_model import PlacedModel
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.place import place_buffers
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
 from shardwright.xla.device_mesh import DeviceMesh
@@ -33,18 +42,14 @@ class CachedDecoder:
     Prompts stand at the end of their P tokens, behind padding that nothing sees, so that all rows go on at the same
     place of the cache. Layers of a sliding window have a cache of all L tokens too: a window that moved in it would be
     another graph. transformers' own masks say which tokens see each other.
-
-    Args:
-        loss: of the model whose layers run one by one, with an attention that takes masks.
-        axes: the mesh axes that split rows, and those that split heads where they can.
     """
 
     def __init__(
         self,
-        loss: Loss,
+        loss: Loss,  # of the model whose layers run one by one, with an attention that takes masks
         parameters: Callable[[], Tensors],
         mesh: DeviceMesh,
-        axes: tuple[tuple[str, ...], tuple[str, ...]],
+        axes: tuple[tuple[str, ...], tuple[str, ...]],  # that split rows, and that split heads where they can
         shape: GenerationShape,
         sampling: Sampling,
     ) -> None:
@@ -62,7 +67,9 @@ class CachedDecoder:
             tokens[row, padding:] = torch.tensor(prompt)
             seen[row, :padding] = 0
         positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, : self.shape.prompt]
-        self.cache = _cache(self.loss.model.config, self.shape.length)
+        kinds, _ = get_layer_types_and_kwargs(self.loss.model.config.get_text_config(decoder=True))
+        length = self.shape.length
+        self.cache = Cache(layers=[DummyLayer() if kind == "dummy" else StaticLayer(length) for kind in kinds])
         self._parameters = self.parameters()
         batch = {"input_ids": tokens, "attention_mask": seen, "position_ids": positions, "uniform": uniform}
         placed = place_batch(batch, self.mesh, self.rows)
@@ -103,7 +110,7 @@ class CachedDecoder:
             # first as the head is split: for few rows the partitioner would gather the head instead of the logits
             logits = sharding.constrain(logits, self.mesh, (self.rows, self._splitting(logits.shape[1])))
             logits = self._laid_out(logits)
-            self._token = self._laid_out(choose(logits, self.sampling, uniform))
+            self._token = self._laid_out(generate.choose(logits, self.sampling, uniform))
             self._position = self._laid_out(inputs["position_ids"][:, -1:] + 1)
             cached = {name: getattr(layer, key) for name, (layer, key) in self._cached().items()}
             for tensor in cached.values():
@@ -112,7 +119,6 @@ class CachedDecoder:
         return {TOKEN: self._token, "next position": self._position, **cached}
 
     def _cached(self) -> dict[str, tuple[StaticLayer, str]]:
-        """The cache's tensors: name → (layer, attribute)."""
         return {
             f"{key} of layer {number}": (layer, key)
             for number, layer in enumerate(self.cache.layers)
@@ -130,11 +136,6 @@ class CachedDecoder:
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return sharding.place(name, tensor, self.mesh, self.spec_of(tensor))
-
-
-def _cache(config: Any, length: int) -> Cache:
-    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return Cache(layers=[DummyLayer() if kind == "dummy" else StaticLayer(length) for kind in kinds])
 
 
 class RowDecoder:
@@ -159,7 +160,7 @@ class RowDecoder:
             logits = self.placed.loss.logits(self.placed.parameters, {"input_ids": self._tokens})
             places = torch.arange(self.shape.length, device=logits.device)
             there = (places == self._last).unsqueeze(-1)
-            token = self._laid_out(choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn))
+            token = self._laid_out(generate.choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn))
             self._tokens = self._laid_out(torch.where(places == self._last + 1, token.unsqueeze(-1), self._tokens))
             self._last = self._laid_out(self._last + 1)
         return {TOKEN: token, "next tokens": self._tokens, "next last": self._last}
@@ -174,11 +175,37 @@ class RowDecoder:
         return sharding.constrain(tensor, self.placed.mesh, self.spec_of(tensor))
 
 
-def unstacked(plan: ShardingPlan, parameters: Mapping[str, torch.Tensor]) -> Tensors:
-    """Each layer's parameters by the model's own names: slices of the stacks, where there are stacks."""
-    found: Tensors = {}
-    for name, parameter in parameters.items():
-        members = plan.members(name)
-        slices = [parameter] if members == [name] else parameter.unbind(0)
-        found |= dict(zip(members, slices, strict=True))
-    return found
+def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampling) -> Generator:
+    """A generator with the model and the weights of ``placed``, which stay where they are.
+
+    With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
+    transformers has no cache of one shape for the model, each token is computed from the whole row.
+
+    Raises UserError if the model has fewer positions than ``shape``.
+    """
+    job, mesh, batch = placed.job, placed.mesh, placed.batch_axes
+    heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
+    generate.check_positions(job.facts, shape.length)
+    if not generate.can_cache(job.model):
+        return Generator(RowDecoder(placed, shape, sampling), shape)
+    plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))
+    by_rows = {
+        pattern: {axis: placement for axis, placement in layout.items() if placement.is_shard(0)}
+        for pattern, layout in job.recipe.activations.items()
+    }
+    model = on_mesh(plain, mesh, by_rows)  # a decoded token has no sequence to split
+    attention.choose(model, attention.MASKED)
+    live = LiveWeights(placed.model, job.stored, mesh, placed.parameters)
+
+    def parameters() -> Tensors:
+        place_buffers(model, mesh, live)
+        found: Tensors = {}
+        for name, parameter in placed.parameters.items():
+            members = job.stored.members(name)
+            found |= dict(zip(members, [parameter] if members == [name] else parameter.unbind(0), strict=True))
+        return found
+
+    loss = loss_of(plain, model, mesh, None)
+    loss.pieces = None
+    loss.inside = prepare_in_turn(model, loss.prepare)
+    return Generator(CachedDecoder(loss, parameters, mesh, (batch, heads), shape, sampling), shape)

@@ -18,8 +18,7 @@ from shardwright.report.lines import say, waiting
 def run(options: EvaluationArguments, console: Console | None = None) -> dict[str, Any]:
     """Measure the model of ``options``, print lm-eval's table and write its results; returns them.
 
-    Raises:
-        UserError: options that can't be; no such tasks, or their data can't be read; no lm_eval.
+    Raises UserError for options that can't be, tasks that are unknown or whose data can't be read, or no lm_eval.
     """
     from shardwright.evaluation.lm import LM  # first: its error says that there is no lm_eval
 
@@ -34,9 +33,9 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         _check_writable(options.output_path)
     with waiting(console, "reading the tasks …"):
         manager, tasks = _load_tasks(options)
-    opened = open_model(options, console)
+    placed, tokenizer = open_model(options, console)
     console.quiet = console.quiet or not hosts().first
-    lm = LM(opened.placed, opened.tokenizer, console)
+    lm = LM(placed, tokenizer, console)
     results: Any = simple_evaluate(
         lm,
         tasks=tasks,

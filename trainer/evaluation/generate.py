@@ -24,17 +24,11 @@ _CACHED = {"full_attention", "sliding_attention", "dummy"}
 
 @dataclass(frozen=True)
 class GenerationShape:
-    """The shape of a generation's graphs.
+    """The shape of a generation's graphs."""
 
-    Args:
-        rows: texts at a time; the batch axes divide it.
-        prompt: the most tokens of a prompt; a longer one loses its beginning.
-        new: the most new tokens.
-    """
-
-    rows: int
-    prompt: int
-    new: int
+    rows: int  # texts at a time; the batch axes divide it
+    prompt: int  # the most tokens of a prompt; a longer one loses its beginning
+    new: int  # the most new tokens
 
     @property
     def length(self) -> int:
@@ -43,15 +37,10 @@ class GenerationShape:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Args:
-        temperature: divides the logits; 0: the token with the highest logit is taken.
-        top_p: only the likeliest tokens are drawn from, as many as have this probability together.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float = 0.0  # divides the logits; 0: the token with the highest logit is taken
+    top_p: float = 1.0  # only the likeliest tokens are drawn from, as many as have this probability together
 
 
 class Decoder(Protocol):
@@ -126,12 +115,9 @@ class Generator:
     def _run(self, prompts: Sequence[Sequence[int]] | None, uniform: torch.Tensor) -> torch.Tensor:
         """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
         decoder = self.decoder
-        guard = decoder.guards[-1 if prompts is None else 0]
-
-        def trace(batch: Tensors) -> Tensors:
-            return decoder.next(uniform) if prompts is None else decoder.begin(prompts, uniform)
-
-        return guard.run({"uniform": uniform}, trace)[TOKEN]
+        if prompts is None:
+            return decoder.guards[-1].run({"uniform": uniform}, lambda batch: decoder.next(uniform))[TOKEN]
+        return decoder.guards[0].run({"uniform": uniform}, lambda batch: decoder.begin(prompts, uniform))[TOKEN]
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:

@@ -18,24 +18,18 @@ from shardwright.xla.stop_requests import StopRequests
 
 
 class Evaluator:
-    """Evaluates each set of a corpus's held-out rows, the same rows each time.
-
-    Args:
-        share: this process's number, and how many there are; they share each batch.
-        event: tells the callbacks of an event by its name.
-        tell: called with the log entries of each set.
-    """
+    """Evaluates each set of a corpus's held-out rows, the same rows each time."""
 
     def __init__(
         self,
         job: Job,
         corpus: Corpus,
         step: EvalStep,
-        share: tuple[int, int],
+        share: tuple[int, int],  # this process's number, and how many there are; they share each batch
         console: Console,
         stop: StopRequests,
-        event: Callable[..., None],
-        tell: Callable[[dict[str, float]], None],
+        event: Callable[..., None],  # tells the callbacks of an event by its name
+        tell: Callable[[dict[str, float]], None],  # called with the log entries of each set
     ) -> None:
         most = job.args.max_eval_rows
         self.sets: Mapping[str, StoredRows] = {n: rows.spread(most) for n, rows in corpus.heldout_sets.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.errors import UserError
-from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.decoders import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
 from shardwright.evaluation.score_step import ScoreStep
 from shardwright.models.ops.labels import IGNORE
@@ -41,15 +42,8 @@ class LM(TemplateLM):
     to the job's ``sequence_length`` that holds them; shorter rows come in larger batches, of as many tokens. A longer
     request loses its beginning, as in the harness's own models.
 
-    Args:
-        placed: such as a loop's ``placed``; its current weights are used.
-
-    Attributes:
-        score: the step that scores rows; its ``compiles`` are counted.
-        generators: by shape and sampling; their ``compiles`` are counted.
-
-    Raises:
-        UserError: a tokenizer without a token that a text can begin with.
+    The current weights of ``placed``, such as a loop's, are used. Raises UserError for a tokenizer without a token that
+    a text can begin with.
     """
 
     def __init__(self, placed: PlacedModel, tokenizer: PreTrainedTokenizerBase, console: Console | None = None) -> None:
@@ -120,13 +114,13 @@ class LM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text behind each context, up to the first of its ``until``; rows of one kind go together."""
-        kinds: dict[tuple[GenerationShape, Sampling], list[int]] = {}
+        kinds: defaultdict[tuple[GenerationShape, Sampling], list[int]] = defaultdict(list)
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         options = [self._generation(request.args[1]) for request in requests]
         for number, (new, sampling, _) in enumerate(options):
             prompt = bucket(len(contexts[number]), self.max_length - new)
             shape = GenerationShape(self.rows(prompt + new, self.job.row_shards), prompt, new)
-            kinds.setdefault((shape, sampling), []).append(number)
+            kinds[shape, sampling].append(number)
         found = [""] * len(requests)
         todo = [
             (shape, sampling, numbers[first : first + shape.rows])
@@ -136,7 +130,9 @@ class LM(TemplateLM):
         for shape, sampling, numbers in tracked(self.console, "texts", todo, len(todo)):
             ended = self._ended([options[number][2] for number in numbers])
             prompts = [contexts[number] for number in numbers]
-            answers = self._generator(shape, sampling)(prompts, {self.eot_token_id}, ended=ended)
+            if (shape, sampling) not in self.generators:
+                self.generators[shape, sampling] = build_generator(self.placed, shape, sampling)
+            answers = self.generators[shape, sampling](prompts, {self.eot_token_id}, ended=ended)
             for number, tokens in zip(numbers, answers, strict=True):
                 found[number] = postprocess_generated_text(self._text(tokens), options[number][2], None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, found[number])
@@ -156,11 +152,6 @@ class LM(TemplateLM):
                 instead="a task with these, and --max_length above its max_gen_toks",
             )
         return new, sampling, [word for word in until if word]
-
-    def _generator(self, shape: GenerationShape, sampling: Sampling) -> Generator:
-        if (shape, sampling) not in self.generators:
-            self.generators[shape, sampling] = build_generator(self.placed, shape, sampling)
-        return self.generators[shape, sampling]
 
     def _ended(self, untils: list[list[str]]) -> Callable[[int, list[int]], bool]:
         """Whether the tokens of a row hold one of the words that end it."""
@@ -190,10 +181,10 @@ class LM(TemplateLM):
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
         """Each batch's request numbers, and the batch as `ScoreStep` takes it; long rows first."""
-        groups: dict[int, list[int]] = {}
+        groups: defaultdict[int, list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             tokens = min(len(context) + len(continuation) - 1, self.max_length)
-            groups.setdefault(bucket(tokens, self.max_length), []).append(number)
+            groups[bucket(tokens, self.max_length)].append(number)
         for length in sorted(groups, reverse=True):
             rows, numbers = self.rows(length, self.job.plan.batch_shards), groups[length]
             for first in range(0, len(numbers), rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +34,20 @@ from shardwright.xla.runtime import device_count, init_runtime
 LONGEST = 4096  # tokens of a row by default, where the model has positions for more
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    placed: PlacedModel
-    tokenizer: PreTrainedTokenizerBase
+def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedModel, PreTrainedTokenizerBase]:
+    """The model of ``options``, placed as its recipe says, and its tokenizer.
 
-
-def open_model(options: EvaluationArguments, console: Console) -> OpenModel:
-    """The model of ``options``, placed as its recipe says.
-
-    Raises:
-        UserError: there are no such weights, or recipe, model, adapter and tokenizer don't go together.
+    Raises UserError if there are no such weights, or recipe, model, adapter and tokenizer don't go together.
     """
-    saved = _checkpoint(options.model)
+    saved = None
+    if "://" in options.model or os.path.exists(Path(options.model) / manifest.MANIFEST):
+        saved = RunCheckpoint(Folder(options.model))
     base, adapter = _base_and_adapter(options, saved)
-    config_from = options.model if saved is not None else base
-    job = _resolve(options, config_from, adapter)
-    if saved is not None:
-        saved.check_model(job.adapted, job.config)
-    else:
+    job = _resolve(options, base if saved is None else options.model, adapter)
+    if saved is None:
         check_adapter(job)
+    else:
+        saved.check_model(job.adapted, job.config)
     tokenizer = _tokenizer(options, saved, base)
     check_vocabulary(tokenizer, job.config.get_text_config().vocab_size)
     say(console, f"devices: {init_runtime()}")
@@ -63,21 +56,16 @@ def open_model(options: EvaluationArguments, console: Console) -> OpenModel:
     if saved is not None:
         saved.check_tensors(console)
     if saved is not None and job.lora is None:
-        return OpenModel(place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer)
+        return place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer
     hub = open_hub_weights(base, job.facts.whole)
     with reading(hub, console), waiting(console, "placing the weights on the devices …"):
-        placed = place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved))
-    return OpenModel(placed, tokenizer)
-
-
-def _checkpoint(model: str) -> RunCheckpoint | None:
-    folder = Folder(model)
-    return RunCheckpoint(folder) if "://" in model or os.path.exists(Path(model) / manifest.MANIFEST) else None
+        return place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved)), tokenizer
 
 
 def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None) -> tuple[str, str | None]:
     """The plain weights' hub id or folder, and the adapter's folder, if there is one."""
-    if saved is None and os.path.isfile(Path(options.model) / CONFIG) and not _has_model(options.model):
+    folder = Path(options.model)
+    if saved is None and os.path.isfile(folder / CONFIG) and not any(folder.glob("model*.safetensors")):
         return _named_base(options.model), options.adapter or options.model
     if saved is not None and options.adapter is not None:
         raise UserError(
@@ -96,10 +84,6 @@ def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None)
             instead="a folder with safetensors files, a run's model/ or checkpoint-N, or a hub id",
         )
     return options.model if saved is None else _saved_base(saved, needed=False), options.adapter
-
-
-def _has_model(folder: str) -> bool:
-    return any(Path(folder).glob("model*.safetensors"))
 
 
 def _named_base(folder: str) -> str:
@@ -141,24 +125,17 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
             why="it is of the weights under an adapter",
             instead=f"--adapter with a folder that PEFT wrote, or --weight_dtype {options.weight_dtype}",
         )
-    given: dict[str, Any] = {
-        "recipe": options.recipe,
-        "model": config_from,
-        "mesh": options.mesh,
-        "compute": options.compute,
-        "adapter": adapter,
-        "weight_dtype": options.weight_dtype,
-        "per_device_train_batch_size": options.batch_size,
-    }
-    if adapter is not None:
-        given["base_dtype"] = options.base_dtype or options.weight_dtype
-    if options.max_length is None:
+    length = options.max_length
+    if length is None:
         config = load_config(config_from, UNMADE)
         known = [stated(config, name) for name in ("n_positions", "max_position_embeddings", "n_ctx")]
-        given["sequence_length"] = min([LONGEST, *(n for n in known if isinstance(n, int) and n > 1)])
-    else:
-        given["sequence_length"] = options.max_length
-    job = Job.resolve(TrainingArguments(**given), device_count)
+        length = min([LONGEST, *(n for n in known if isinstance(n, int) and n > 1)])
+    given = {name: getattr(options, name) for name in ("recipe", "mesh", "compute", "weight_dtype")}
+    given |= {"model": config_from, "adapter": adapter, "sequence_length": length}
+    if adapter is not None:
+        given["base_dtype"] = options.base_dtype or options.weight_dtype
+    args = TrainingArguments(**given, per_device_train_batch_size=options.batch_size)
+    job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
     return job
 

@@ -16,7 +16,7 @@ from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.data.from_arguments import asked_tokenizer, stop_tokens
 from shardwright.data.samples.prompts import prompt_tokens, read_prompts
 from shardwright.errors import UserError
-from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.decoders import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, check_positions
 from shardwright.files.folder import Folder, StorageError
 from shardwright.job import Job
@@ -30,11 +30,8 @@ _SHOWN = 200  # characters of a prompt, and of an answer, on the console
 class Samples:
     """Answers the prompts of a run, and keeps the answers of all its lives.
 
-    A resumed run keeps the answers of its checkpoint's step and earlier ones.
-
-    Raises:
-        UserError: the prompts can't be read or have no tokens, or they and the answers are longer than the model's
-            positions.
+    A resumed run keeps the answers of its checkpoint's step and earlier ones. Raises UserError if the prompts can't be
+    read or have no tokens, or they and the answers are longer than the model's positions.
     """
 
     def __init__(

@@ -5,10 +5,12 @@ A resumed run has trained weights, so it reads the values that its first life wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -20,14 +22,63 @@ from shardwright.data.rows.mixture import MixedRows
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Rows, StoredRows
 from shardwright.errors import UserError
-from shardwright.evaluation.reference_step import ReferenceStep
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
+from shardwright.models.adapters.lora import B
+from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.objectives.objective import Objective
 from shardwright.report.bars import tracked
+from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.placed_model import PlacedModel
+from shardwright.xla import sharding
+from shardwright.xla.batch import batch_spec, place_batch
 
 FILE = "reference.safetensors"
+REFERENCE_PASS = "reference pass"
+
+
+class _Referring(Objective):
+    """An objective without a loss, which records the reference values of ``objective``."""
+
+    title, parts = "the reference pass", ("nothing",)
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__({}, objective.length)
+        self.objective = objective
+
+    def loss(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], counts: torch.Tensor) -> Tensors:
+        """Zero, and the values by the name of their column; ``counts`` is not read."""
+        values = self.objective.refer(logits, batch)
+        return {"nothing": values.sum() * 0, str(self.objective.reference): values}
+
+
+class ReferenceStep:
+    """Computes the reference column with the current weights, an adapter's left out."""
+
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed, self.loss = placed, copy.copy(placed.loss)
+        self.column = str(placed.loss.objective.reference)
+        self.loss.objective = _Referring(placed.loss.objective)
+        self.guard = CompileGuard(REFERENCE_PASS, expected=1)
+
+    def __call__(self, batches: Iterable[Tensors]) -> Iterator[np.ndarray]:
+        """Yields each batch's column values, float32 [rows, ...]; ``batches`` are host tensors of [rows, S]."""
+        for batch in batches:
+            found = self.guard.run(batch, lambda batch: {"values": self.trace(batch)})
+            yield sharding.fetch(found["values"]).numpy()
+
+    def trace(self, batch: Tensors) -> torch.Tensor:
+        mesh, specs = self.placed.mesh, self.placed.specs
+        inputs = place_batch(batch, mesh, self.placed.batch_axes)
+        with torch.no_grad():
+            parameters = {
+                name: sharding.constrain(torch.zeros_like(p), mesh, specs[name]) if name.endswith(B) else p
+                for name, p in self.placed.parameters.items()
+            }
+            one = torch.ones((), device=inputs["labels"].device)
+            _, recorded = self.loss(parameters, inputs, one, training=False)
+            values = recorded[self.column]
+            return sharding.constrain(values, mesh, batch_spec(values.dim(), self.placed.batch_axes))
 
 
 class ReferredRows(StoredRows):
@@ -54,8 +105,7 @@ class ReferredRows(StoredRows):
 class Reference:
     """The rows of a run, to train on and by the names of evaluated sets, with the starting weights' values.
 
-    Raises:
-        UserError: the rows are not stored.
+    Raises UserError if the rows are not stored.
     """
 
     def __init__(self, train: Rows, sets: Mapping[str, StoredRows], objective: Objective) -> None:
@@ -64,10 +114,11 @@ class Reference:
         column = str(objective.reference)
         self.shape, self.train = objective.columns[column], ReferredRows(train, column)
         self.sets = {name: ReferredRows(rows, column) for name, rows in sets.items()}
+        self.splits = {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
 
     @property
     def known(self) -> bool:
-        return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self._splits().values())
+        return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self.splits.values())
 
     def compute(
         self, placed: PlacedModel, batch: tuple[int, int, int], stopped: Callable[[], bool], console: Console
@@ -77,11 +128,10 @@ class Reference:
         ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
         """
         step, size = ReferenceStep(placed), batch[0]
-        splits = self._splits()
-        found = {name: np.full((len(rows), *self.shape), np.nan, dtype=np.float32) for name, rows in splits.items()}
-        for name, rows in splits.items():
+        found = {name: np.full((len(rows), *self.shape), np.nan, np.float32) for name, rows in self.splits.items()}
+        for name, rows in self.splits.items():
             rows.values = found[name]
-        for name, rows in splits.items():
+        for name, rows in self.splits.items():
             batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
             for number, values in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
                 first = number * size
@@ -92,17 +142,12 @@ class Reference:
 
     def save(self, folder: Folder) -> None:
         """Write the values to ``folder``, whole or not at all."""
-        splits = self._splits()
-        values = {name: rows.values for name, rows in splits.items() if rows.values is not None}
-        names = {name: rows.fingerprint for name, rows in splits.items()}
+        values = {name: rows.values for name, rows in self.splits.items() if rows.values is not None}
+        names = {name: rows.fingerprint for name, rows in self.splits.items()}
         folder.write(FILE, save(values, metadata=names))
 
     def load(self, folder: Folder) -> None:
-        """Read the values that :meth:`save` wrote there.
-
-        Raises:
-            UserError: there are none, or they are of other rows.
-        """
+        """Read the values that :meth:`save` wrote there; raises UserError if there are none, or of other rows."""
         found = "no such file"
         try:
             if folder.exists(FILE):
@@ -118,21 +163,18 @@ class Reference:
                 instead="the folder of the run with all its files, and the data and --max_eval_rows that it began "
                 "with; or a run from the start",
             )
-        for name, rows in self._splits().items():
+        for name, rows in self.splits.items():
             rows.values = values[name]
 
     def _differs(self, values: dict[str, np.ndarray]) -> str:
         """Say how ``values`` don't fit the rows; empty if they do."""
-        for name, rows in self._splits().items():
+        for name, rows in self.splits.items():
             wanted = (len(rows), *self.shape)
             if values[name].shape != wanted or values[name].dtype != np.float32:
                 return f"{name} rows of another number or length: {values[name].shape}, where {wanted} are needed"
             if np.isnan(values[name]).any():
                 return f"{name} rows that are not computed"
         return ""
-
-    def _splits(self) -> dict[str, ReferredRows]:
-        return {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
 
 
 def not_one_dataset(*, mixed: bool) -> UserError:
@@ -150,8 +192,7 @@ def not_one_dataset(*, mixed: bool) -> UserError:
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
     """``corpus`` with the reference columns that the objective needs, its held-out sets cut to the evaluated rows.
 
-    Raises:
-        UserError: as :class:`Reference`.
+    Raises as :class:`Reference`.
     """
     if args.goal.reference is None:
         return corpus, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,12 @@ def _json_line(line: bytes) -> Row:
 def _json_values(text: str) -> Iterator[Row]:
     """The objects of concatenated JSON values, and of lists among them."""
     decoder, at = json.JSONDecoder(), 0
-    while (at := _first_letter(text, at)) < len(text):
-        value, at = decoder.raw_decode(text, at)
-        yield from map(_object, value if isinstance(value, list) else [value])
-
-
-def _first_letter(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+    while at < len(text):
+        if text[at].isspace():
+            at += 1
+        else:
+            value, at = decoder.raw_decode(text, at)
+            yield from map(_object, value if isinstance(value, list) else [value])
 
 
 def _object(value: Any) -> Row:
@@ -161,9 +158,4 @@ def _arrow_row(row: pa.RecordBatch) -> Row:
         return Unreadable(f"{type(error).__name__}: {error}")
 
 
-_READERS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
-    "json": _json,
-    "csv": _csv,
-    "parquet": _parquet,
-    "arrow": _arrow,
-}
+_READERS = {"json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}

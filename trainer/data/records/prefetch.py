@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterator
-from typing import Generic, TypeVar, cast
+from concurrent.futures import Future
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -14,28 +15,19 @@ _THREAD = "next item"
 _program_ends = threading.Event()
 
 
-class Ahead(Generic[T]):
-    """The next of ``items``, made on a thread; :meth:`result` raises the thread's error."""
+def ahead(items: Iterator[T]) -> Future[T]:
+    """The next of ``items``, made on a thread; ``result()`` raises the thread's error."""
+    made: Future[T] = Future()
 
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-        self._made: T | None = None
-        self._error: BaseException | None = None
-        # a daemon: a program that ends does not wait for a network that is silent
-        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
-        self._thread.start()
-
-    def result(self) -> T:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._made)
-
-    def _run(self) -> None:
+    def make() -> None:
         try:
-            self._made = next(self._items)
+            made.set_result(next(items))
         except BaseException as error:
-            self._error = error
+            made.set_exception(error)
+
+    # a daemon: a program that ends does not wait for a network that is silent
+    threading.Thread(target=make, name=_THREAD, daemon=True).start()
+    return made
 
 
 def stop_if_the_program_ends() -> None:

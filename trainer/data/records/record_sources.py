@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -23,6 +24,7 @@ SUFFIXES = {
 }
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
+_HELDOUT_FILE = re.compile(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])")
 # companions of a dataset in its repository: text that is no data if the data are records, …
 ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|code_of_conduct|security|requirements"
@@ -35,27 +37,23 @@ STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Files:
-    """Local files of one kind.
+    """Local files of one kind: text, json, parquet, arrow or csv."""
 
-    Args:
-        asked: the user's words for the dataset, for errors.
-        files: path relative to the dataset's folder → file, sorted.
-        kind: text, json, parquet, arrow or csv.
-        is_folder: the user named a folder, not a file.
-        skip_undecodable: a text file that is not UTF-8 is skipped, not refused.
-    """
-
-    asked: str
-    files: Mapping[str, Path]
+    asked: str  # the user's words for the dataset, for errors
+    files: Mapping[str, Path]  # path relative to the dataset's folder → file, sorted
     kind: str
     is_folder: bool = True
-    skip_undecodable: bool = False
+    skip_undecodable: bool = False  # a text file that is not UTF-8 is skipped, not refused
 
     def by_split(self) -> dict[str, list[str]]:
-        """Split → names of its files. In a folder, file names tell the split, as on the hub."""
+        """Split → names of its files. In a folder of records, file names tell the split, as on the hub:
+
+        ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``.
+        """
         names: dict[str, list[str]] = {}
         for name in self.files:
-            names.setdefault(_split_of(name) if self.is_folder else "train", []).append(name)
+            match = _HELDOUT_FILE.match(name.lower()) if self.is_folder and self.kind != "text" else None
+            names.setdefault(match[1] if match else "train", []).append(name)
         return names
 
 
@@ -89,13 +87,13 @@ class HeldRecords:
 
 
 Place = Files | HubDataset | HeldRecords
+AnyDataset: TypeAlias = str | Dataset | IterableDataset | None  # as `--dataset` and `Trainer` take it
 
 
-def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
+def locate(dataset: AnyDataset) -> Place:
     """The place that ``--dataset`` names; None is the standard library. Nothing is read.
 
-    Raises:
-        UserError: there is no such file or folder, or it holds nothing to read, or files of several kinds.
+    Raises UserError if there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
     if isinstance(dataset, Dataset | IterableDataset):
         return HeldRecords(f"a {type(dataset).__name__}", dataset)
@@ -123,13 +121,15 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
 
     Left out are hidden files and folders, those in ``left_out``, and files that vanish meanwhile.
     """
+
+    def kept(names: list[str]) -> list[str]:
+        return [name for name in names if not name.startswith(".") and name not in left_out]
+
     files = {}
     for folder, inner, names in os.walk(root):
-        inner[:] = (name for name in inner if not name.startswith(".") and name not in left_out)
-        for name in names:
-            path = Path(folder, name)
-            hidden = name.startswith(".") or name in left_out
-            if name.endswith(suffix) and not hidden and os.path.isfile(path):
+        inner[:] = kept(inner)
+        for path in (Path(folder, name) for name in kept(names) if name.endswith(suffix)):
+            if os.path.isfile(path):
                 files[path.relative_to(root).as_posix()] = path
     return dict(sorted(files.items()))
 
@@ -140,8 +140,15 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
         files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
     else:
         files = {name: file for name, file in _files(path, "", set()).items() if file.suffix.lower() in KIND_OF}
-        files = _without_companions(files)
-        kinds = {KIND_OF[file.suffix.lower()]: name for name, file in files.items()}
+        data = {
+            name: file
+            for name, file in files.items()
+            if file.name.lower() not in ABOUT_RECORDS
+            and not (_kind(file) == "text" and ABOUT.fullmatch(file.stem.lower()))
+        }
+        if any(_kind(file) != "text" for file in data.values()):
+            files = data
+        kinds = {_kind(file): name for name, file in files.items()}
     if len(kinds) > 1:
         raise UserError(
             asked=asked,
@@ -156,8 +163,11 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             why="there is no text to train on",
             instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
         )
-    kind = next(iter(kinds))
-    return files, kind
+    return files, next(iter(kinds))
+
+
+def _kind(file: Path) -> str:
+    return KIND_OF[file.suffix.lower()]
 
 
 def _holds_something(file: Path) -> bool:
@@ -165,23 +175,6 @@ def _holds_something(file: Path) -> bool:
         return file.stat().st_size > 0
     except OSError:  # it vanished
         return False
-
-
-def _without_companions(files: dict[str, Path]) -> dict[str, Path]:
-    """``files`` without companions such as a README, if records remain."""
-    data = {
-        name: file
-        for name, file in files.items()
-        if file.name.lower() not in ABOUT_RECORDS
-        and (KIND_OF[file.suffix.lower()] != "text" or not ABOUT.fullmatch(file.stem.lower()))
-    }
-    return data if any(KIND_OF[file.suffix.lower()] != "text" for file in data.values()) else files
-
-
-def _split_of(name: str) -> str:
-    """The split of a file in a folder: ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``."""
-    match = re.match(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])", name.lower())
-    return match[1] if match else "train"
 
 
 def not_utf8(where: Place, error: Exception) -> UserError:
@@ -210,27 +203,17 @@ def _undecodable_line(path: Path) -> int | None:
 def unreadable(where: Place, error: Exception) -> UserError:
     """The UserError of a dataset that `datasets` could not open."""
     if isinstance(where, Files):
-        return UserError(
-            asked=where.asked,
-            found=cause(error),
-            why=f"it can't be read as {where.kind}",
-            instead="files with one JSON object a line (.jsonl), Parquet or Arrow files, or tables with a first line "
-            "of names (.csv)",
-        )
-    if isinstance(where, HeldRecords):
-        return UserError(
-            asked=where.asked,
-            found=cause(error),
-            why="its records can't be read",
-            instead="a dataset of the library `datasets` whose first record can be looked at",
-        )
-    return UserError(
-        asked=where.asked,
-        found=cause(error),
-        why=f"no file or folder is called that, and the hub gives no dataset {where.name}",
-        instead="an existing path, or the id of a hub dataset that this machine can reach or has in its cache "
-        "(id:configuration where it has several), such as roneneldan/TinyStories",
-    )
+        why = f"it can't be read as {where.kind}"
+        instead = "files with one JSON object a line (.jsonl), Parquet or Arrow files, or tables with a first line "
+        instead += "of names (.csv)"
+    elif isinstance(where, HeldRecords):
+        why = "its records can't be read"
+        instead = "a dataset of the library `datasets` whose first record can be looked at"
+    else:
+        why = f"no file or folder is called that, and the hub gives no dataset {where.name}"
+        instead = "an existing path, or the id of a hub dataset that this machine can reach or has in its cache "
+        instead += "(id:configuration where it has several), such as roneneldan/TinyStories"
+    return UserError(asked=where.asked, found=cause(error), why=why, instead=instead)
 
 
 def cause(error: Exception) -> str:
@@ -239,11 +222,10 @@ def cause(error: Exception) -> str:
     return f"{type(inner or error).__name__}: {inner or error}"
 
 
-def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
-    """The split to train on, and the one to hold out if there is one: a list of one name or none.
+def pick_splits(names: Collection[str], asked: str) -> list[str]:
+    """The split to train on, and the one to hold out if there is one.
 
-    Raises:
-        UserError: there are several splits, and none is called train.
+    Raises UserError if there are several splits, and none is called train.
     """
     train = next(iter(names)) if len(names) == 1 else "train"
     if train not in names:
@@ -253,4 +235,4 @@ def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
             why="none of them is called train",
             instead="a dataset with a split called train, or the path of one of its files",
         )
-    return train, [name for name in HELDOUT_SPLITS if name in names and name != train][:1]
+    return [train, *[name for name in HELDOUT_SPLITS if name in names and name != train][:1]]

@@ -7,13 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset, List, Value
 
 from shardwright.data.records.files import Unreadable, rows_of
-from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, locate, pick_splits, unreadable
-from shardwright.data.records.shapes import check_text, recognise
+from shardwright.data.records.record_sources import (
+    AnyDataset,
+    Files,
+    HeldRecords,
+    HubDataset,
+    locate,
+    pick_splits,
+    unreadable,
+)
+from shardwright.data.records.shapes import check_text, recognise, recognise_splits
 from shardwright.data.records.unreadable import Unread
-from shardwright.files.cache import digest
 from shardwright.objectives.objective import RecordShape, text_shape
 from shardwright.objectives.sft import SHAPES
 
@@ -21,38 +28,32 @@ LOOKED_AT = 100  # first rows of a split's files, which determine its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
-def find_shape(dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
+def find_shape(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
     """The shape of the documents that ``--dataset`` names, one of ``reads``.
 
-    Raises:
-        UserError: nothing is there, it can't be opened, or its records are of no known shape.
+    Raises UserError if nothing is there, it can't be opened, or its records are of no known shape.
     """
     where = locate(dataset)
     if len(reads) == 1 and reads[0].is_text:
         return reads[0]
-    if isinstance(where, Files) and where.kind == "text":
-        check_text(where.asked, reads)
-        return text_shape()
     if isinstance(where, Files):
         return shape_of_files(where, reads)
     splits, _ = open_records(where)
-    train, _ = pick_splits(splits, where.asked)
+    train, *_ = pick_splits(splits, where.asked)
     return recognise(columns_of(where, splits[train]), where.asked, reads)
 
 
 def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
-    """The shape of the records of files, by the split to train on.
+    """The shape of the documents in files, by the split to train on.
 
-    Raises:
-        UserError: no record can be read, they are of no known shape, or the held-out split has another.
+    Raises UserError if no record can be read, they are of no known shape, or the held-out split has another.
     """
+    if where.kind == "text":
+        check_text(where.asked, reads)
+        return text_shape()
     splits = where.by_split()
-    train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(_columns_of_files(where, splits[train]), where.asked, reads)
-    for name in heldout:
-        columns = _columns_of_files(where, splits[name])
-        recognise(columns, where.asked, (shape,) if shape.is_text else reads)
-    return shape
+    columns = (_columns_of_files(where, splits[name]) for name in pick_splits(splits, where.asked))
+    return recognise_splits(columns, where.asked, reads)
 
 
 def texts_of_file(where: Files, name: str, shape: RecordShape, unread: Unread, start: int = 0) -> Iterator[str | None]:
@@ -97,25 +98,17 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
         raise unreadable(where, error) from error
 
 
-def identity_of(where: Files) -> str:
-    """A name made of the files' names and sizes alone, so that a copy on another machine counts as the same data."""
-    sizes = {name: path.stat().st_size for name, path in where.files.items()}
-    return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
-
-
 def columns_of(where: HubDataset | HeldRecords, split: IterableDataset) -> dict[str, Any]:
     """Column name -> feature, if need be by the first record; raises UserError if that can't be read."""
     try:
-        return split.features or _columns_of_first(split)
+        if split.features:
+            return split.features
+        first = next(iter(split), None)
+        if first is None:
+            raise ValueError("no records")
+        return Dataset.from_list([first]).features
     except Exception as error:  # as above
         raise unreadable(where, error) from error
-
-
-def _columns_of_first(split: IterableDataset) -> Features:
-    first = next(iter(split), None)
-    if first is None:
-        raise ValueError("no records")
-    return datasets.Dataset.from_list([first]).features
 
 
 def _columns_of_files(where: Files, names: list[str]) -> dict[str, Any]:

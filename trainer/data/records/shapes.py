@@ -6,7 +6,7 @@ the held-out share, the cache and a stream's cursor, which know documents by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datasets import Value
@@ -15,6 +15,9 @@ from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
+
+# columns that may be lists; but for the first, a string too: the JSON of a list, or a text
+_LISTS = ("input_ids", "messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
 class BadRecord(ValueError):
@@ -31,11 +34,10 @@ class BadRecord(ValueError):
 def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]) -> RecordShape:
     """The first shape of ``reads`` that fits records with these columns (name -> feature of `datasets`).
 
-    Raises:
-        UserError: none fits; lists the columns.
+    Raises UserError, with the columns, if none fits.
     """
     for shape in reads:
-        if all(_FITS.get(name, _is_text)(columns.get(name)) for name in shape.required):
+        if all(_fits(name, columns.get(name)) for name in shape.required):
             return shape
     if not any(shape.is_text for shape in reads):
         raise _unread(asked, f"the columns {', '.join(columns)}", reads)
@@ -51,6 +53,15 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
         why="there is no such column of text" if named else f"records have one of these sets of columns: {known}",
         instead="--text_column with the name of a column of strings",
     )
+
+
+def recognise_splits(columns: Iterable[Mapping[str, Any]], asked: str, reads: Sequence[RecordShape]) -> RecordShape:
+    """The shape of the first split; the others must be readable too, as text from the same column. Raises as above."""
+    each = iter(columns)
+    shape = recognise(next(each), asked, reads)
+    for other in each:
+        recognise(other, asked, (shape,) if shape.is_text else reads)
+    return shape
 
 
 def check_text(asked: str, reads: Sequence[RecordShape]) -> None:
@@ -69,25 +80,7 @@ def _unread(asked: str, found: str, reads: Sequence[RecordShape]) -> UserError:
     )
 
 
-def _is_text(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in ("string", "large_string")
-
-
-def _is_list(feature: Any) -> bool:
-    return feature is not None and not isinstance(feature, Value)
-
-
-def _is_either(feature: Any) -> bool:
-    """Whether it is a list, or a string: the JSON of a list, or a text."""
-    return _is_list(feature) or _is_text(feature)
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "messages": _is_either,
-    "conversations": _is_either,
-    "prompt": _is_either,
-    "completion": _is_either,
-    "chosen": _is_either,
-    "rejected": _is_either,
-    "input_ids": _is_list,
-}
+def _fits(column: str, feature: Any) -> bool:
+    if column in _LISTS and feature is not None and not isinstance(feature, Value):
+        return True
+    return column != "input_ids" and getattr(feature, "dtype", None) in ("string", "large_string")

@@ -9,13 +9,14 @@ Shape legend: B rows in a batch, S tokens in a row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwright.data.rows.by_length import OrderByLength, RowsByLength
+from shardwright.data.rows.by_length import OrderByLength
 from shardwright.data.rows.rows import Order, Rows, StoredRows
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
@@ -34,16 +35,13 @@ class TrainingBatches:
     the cursor to store once that batch was trained on.
 
     Args:
-        batch_size: rows of the global batch.
-        process_index: this process yields rows ``[process_index, process_index + 1) * batch_size / process_count`` of
-            each global batch.
-        process_count: processes that share each global batch.
+        batch_size: rows of the global batch, of which this process yields
+            ``[process_index, process_index + 1) * batch_size / process_count``.
         lengths: a batch is cut to the shortest of these that holds its rows; the last is S. Rows then come in order by
-            length (`RowsByLength`). Empty, or S alone: none is cut.
+            length (`OrderByLength`). Empty, or S alone: none is cut.
 
-    Raises:
-        UserError: the rows don't fill one batch (a stream raises it from ``next()`` at its end), or
-            ``process_count`` does not divide ``batch_size``.
+    Raises UserError if the rows don't fill one batch (a stream raises it from ``next()`` at its end), or
+    ``process_count`` does not divide ``batch_size``.
     """
 
     def __init__(
@@ -62,12 +60,17 @@ class TrainingBatches:
                 why="each takes as many rows as the next",
                 instead=f"a global batch that {process_count} divides (--per_device_train_batch_size)",
             )
-        self._rows: Rows = RowsByLength(rows, lengths) if len(lengths) > 1 else rows
-        self._batch_size, self._seed, self._data = batch_size, seed, self._rows.fingerprint
+        self._batch_size, self._seed, self._data = batch_size, seed, rows.fingerprint
+        self._order_from: Callable[[Mapping[str, Any]], Order] = functools.partial(rows.order, seed, batch_size)
+        if len(lengths) > 1:
+            self._data += f", by length ({', '.join(map(str, lengths))})"
+            self._order_from = functools.partial(OrderByLength, rows, lengths, seed, batch_size)
         share = batch_size // process_count
         self._share = slice(process_index * share, (process_index + 1) * share)
-        self._cursor: dict[str, Any] = {"epoch": 0, "row": 0}
-        self._order: Order = self._rows.order(seed, batch_size, self._cursor)
+        self._begin({"epoch": 0, "row": 0})
+
+    def _begin(self, cursor: dict[str, Any]) -> None:
+        self._order, self._cursor = self._order_from(cursor), cursor
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -91,8 +94,7 @@ class TrainingBatches:
 
     def skip_epoch(self) -> None:
         """Go to the beginning of the next epoch; the rest of this one is never seen."""
-        self._cursor = {"epoch": int(self.epoch) + 1, "row": 0}
-        self._order = self._rows.order(self._seed, self._batch_size, self._cursor)
+        self._begin({"epoch": int(self.epoch) + 1, "row": 0})
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor of the next batch: JSON-able, and the same in every process."""
@@ -101,8 +103,7 @@ class TrainingBatches:
     def load_state_dict(self, cursor: Mapping[str, Any]) -> None:
         """Continue at ``cursor``, whatever batch size and number of processes it was taken with.
 
-        Raises:
-            UserError: it belongs to other data or another seed, or is no cursor.
+        Raises UserError if it belongs to other data or another seed, or is no cursor.
         """
         if cursor.get("data") != self._data:
             raise UserError(
@@ -119,9 +120,8 @@ class TrainingBatches:
                 why="another seed draws another order: rows would be seen twice or never",
                 instead=f"--seed {cursor.get('seed')}",
             )
-        place = copy.deepcopy({name: cursor[name] for name in cursor if name not in ("seed", "data")})
         try:
-            self._order = self._rows.order(self._seed, self._batch_size, place)
+            self._begin(copy.deepcopy({name: cursor[name] for name in cursor if name not in ("seed", "data")}))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 asked="to go on at a cursor of the data",
@@ -129,7 +129,6 @@ class TrainingBatches:
                 why="it is not what state_dict() gives",
                 instead="another checkpoint",
             ) from error
-        self._cursor = place
 
 
 def heldout_batches(

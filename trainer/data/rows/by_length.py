@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,52 +23,31 @@ RUNS_AT_ONCE = 32  # batches whose rows are ordered together
 
 
 def used(columns: Columns) -> np.ndarray:
-    """Used tokens of each row, int [rows]: up to the padding if ``segment_ids`` tell it, else to the last scored one.
-
-    ``columns`` have ``labels`` [rows, S], and perhaps ``segment_ids`` [rows, S].
-    """
+    """Used tokens of each row [rows]: up to the padding if ``segment_ids`` tell it, else to the last scored one."""
     counts = columns["segment_ids"] > 0 if "segment_ids" in columns else columns["labels"] != IGNORE
     reversed_ = counts[:, ::-1]
     return np.where(counts.any(axis=1), counts.shape[1] - reversed_.argmax(axis=1), 1)
 
 
-@dataclass(frozen=True)
-class RowsByLength:
-    """``rows`` in an order by length. Batches are cut to one of ``lengths``, shortest first; the last is S."""
-
-    rows: Rows
-    lengths: Sequence[int]
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.rows.fingerprint}, by length ({', '.join(map(str, self.lengths))})"
-
-    @property
-    def tokens(self) -> int | None:
-        return self.rows.tokens
-
-    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> OrderByLength:
-        return OrderByLength(self, seed, batch_size, cursor)
-
-    def rows_to_count(self) -> Iterator[Columns]:
-        return self.rows.rows_to_count()
-
-
 class OrderByLength:
     """An order of rows by windows, each arranged in runs; marks are (mark of the inner order, length).
+
+    Batches are cut to one of ``lengths``, shortest first; the last is S.
 
     A cursor is the inner order's at the window's begin, and ``runs``: the size of a run (it stays when a run is resumed
     with another batch size), the rows taken of the window, and the rows that earlier windows gave to its first run.
     """
 
-    def __init__(self, rows: RowsByLength, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+    def __init__(
+        self, rows: Rows, lengths: Sequence[int], seed: int, batch_size: int, cursor: Mapping[str, Any]
+    ) -> None:
         place = {name: value for name, value in cursor.items() if name != "runs"}
         runs = cursor.get("runs", {"size": batch_size, "taken": 0, "begun": 0})
         self._run, taken, self._begun = (count_in(runs, name) for name in ("size", "taken", "begun"))
         if not 0 <= self._begun < self._run:
             raise ValueError(f"{self._begun} of a run of {self._run}")
-        self._inner: Order = rows.rows.order(seed, batch_size, place)
-        self._rows, self._seed, self._known = rows, seed, rows.tokens is not None
+        self._inner: Order = rows.order(seed, batch_size, place)
+        self._lengths, self._seed, self._known = lengths, seed, rows.tokens is not None
         self._marks: list[tuple[Any, int]] = []
         self._taken, self._start, self._first = 0, self._inner.cursor(), self._inner.epoch
         if taken:
@@ -97,8 +75,8 @@ class OrderByLength:
 
     def cut(self, columns: Columns, taken: Sequence[tuple[Any, int]]) -> Columns:
         """``columns``, those of S tokens cut to the shortest length that holds all of ``taken``."""
-        longest, full = max(length for _, length in taken), self._rows.lengths[-1]
-        size = next(length for length in self._rows.lengths if length >= longest)
+        longest, full = max(length for _, length in taken), self._lengths[-1]
+        size = next(length for length in self._lengths if length >= longest)
         return {name: values[:, :size] if values.shape[1] == full else values for name, values in columns.items()}
 
     def cursor(self) -> dict[str, Any]:
@@ -112,10 +90,8 @@ class OrderByLength:
         self._start, self._first = self._inner.cursor(), self._inner.epoch
         marks = self._inner.take(RUNS_AT_ONCE * self._run)
         pieces = [marks[n : n + self._run] for n in range(0, len(marks), self._run)]
-        lengths = np.concatenate(
-            [used(self._inner.read(piece)) for piece in pieces]
-        )  # piece by piece, to hold less at once
-        kinds = np.searchsorted(self._rows.lengths, lengths)
+        lengths = np.concatenate([used(self._inner.read(piece)) for piece in pieces])  # so less is held at once
+        kinds = np.searchsorted(self._lengths, lengths)
         draw = np.random.default_rng([self._seed, zlib.crc32(json.dumps(self._start, sort_keys=True).encode())])
         order = in_runs(kinds, self._run, -self._begun % self._run, draw)
         self._marks, self._taken = [(marks[i], int(lengths[i])) for i in order.tolist()], 0

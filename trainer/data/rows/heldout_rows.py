@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from shardwright.data.records.document_stream import DocumentStream
-from shardwright.data.records.documents import Documents, has_text, key_hash
+from shardwright.data.records.document_stream import DocumentStream, has_text, key_hash
+from shardwright.data.records.documents import HELDOUT, TRAIN, Documents
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, as_table
 from shardwright.data.rows.rows import StoredRows
-from shardwright.data.rows.selection import HELDOUT
 from shardwright.errors import UserError
 
 # characters of text read to hold out documents of a stream, and to train a tokenizer
@@ -31,14 +30,18 @@ HELDOUT_ROWS = 512  # most held-out rows of a stream
 def split_documents(documents: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
     """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the named sets.
 
-    ``heldout_fraction`` is the share that is held out if the dataset itself holds nothing out.
-
-    Raises:
-        UserError: too few documents have text in them, or they can't be read.
+    ``heldout_fraction`` is the share that is held out if nothing else is. Raises UserError if too few documents have
+    text in them, or they can't be read.
     """
-    splits = dict(documents.read(scratch))
-    train, given = splits.pop(next(iter(splits))), splits
-    hashes_D = _hashes(train)
+    given = dict(documents.read(scratch))
+    train = given.pop(TRAIN)
+    named = "name" if "name" in train.column_names else "text"
+    hashes = (
+        key_hash(name) if has_text(text) else -1
+        for batch in train.iter(1024)
+        for name, text in zip(batch[named], batch["text"], strict=True)
+    )
+    hashes_D = np.fromiter(hashes, dtype=np.int64, count=len(train))
     filled_D = hashes_D >= 0
     distinct = np.unique(hashes_D[filled_D])
     if len(distinct) < (1 if given else 2):
@@ -48,25 +51,11 @@ def split_documents(documents: Documents, scratch: Path, heldout_fraction: float
             why="some must be trained on and others held out",
             instead="a dataset with more documents",
         )
-    if given:
-        named = {name: held for name, held in given.items() if name.startswith(HELDOUT)}
-        return {"train": train.select(np.flatnonzero(filled_D)), **(named or {HELDOUT: next(iter(given.values()))})}
-    heldout_D = filled_D & (hashes_D <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
-    return {
-        "train": train.select(np.flatnonzero(filled_D & ~heldout_D)),
-        "heldout": train.select(np.flatnonzero(heldout_D)),
-    }
-
-
-def _hashes(documents: Dataset) -> np.ndarray:
-    """The hash of each document's name (a record's: of its text), int64 ≥ 0; -1: it has no text. [D]"""
-    named = "name" if "name" in documents.column_names else "text"
-    values = (
-        key_hash(name) if has_text(text) else -1
-        for batch in documents.iter(1024)
-        for name, text in zip(batch[named], batch["text"], strict=True)
-    )
-    return np.fromiter(values, dtype=np.int64, count=len(documents))
+    if not given:
+        heldout_D = filled_D & (hashes_D <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
+        given = {HELDOUT: train.select(np.flatnonzero(heldout_D))}
+        filled_D &= ~heldout_D
+    return {TRAIN: train.select(np.flatnonzero(filled_D)), **given}
 
 
 def first_documents(stream: DocumentStream, heldout_fraction: float) -> Iterator[tuple[int, str, bool]]:
@@ -86,10 +75,7 @@ def heldout_of_stream(
 ) -> tuple[StoredRows, frozenset[int]]:
     """At most 512 held-out rows of a stream, and the hashes of the documents to leave out of training.
 
-    There are no hashes if the dataset has a held-out split of its own.
-
-    Raises:
-        UserError: the held-out documents don't fill one row.
+    There are no hashes if the held-out documents are known. Raises UserError if they don't fill one row.
     """
     given = stream.heldout
     documents = first_documents(given, 1.0) if given else first_documents(stream, heldout_fraction)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
 
+from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import find_shape
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
@@ -30,23 +30,20 @@ _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset of ``--dataset``, and its weight."""
+    """A dataset of ``--dataset``, and the rows that it gives of a thousand."""
 
-    dataset: str | Dataset | IterableDataset | None
-    weight: float = 1.0
+    dataset: AnyDataset
+    share: int = BLOCK
 
 
-def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
+def sources_of(dataset: AnyDataset) -> list[Source]:
     """The datasets that ``--dataset`` names: one, or those of a mixture. An existing path is always one dataset.
 
-    Raises:
-        UserError: some have weights and others none, or a weight is not above 0.
+    Raises UserError if some have weights and others none, or a weight is not above 0.
     """
-    if not isinstance(dataset, str):
+    if not isinstance(dataset, str) or "," not in dataset or os.path.exists(os.path.expanduser(dataset)):
         return [Source(dataset)]
     parts = dataset.split(",")
-    if os.path.exists(os.path.expanduser(dataset)) or len(parts) == 1:
-        return [Source(dataset)]
     found = [_WEIGHTED.fullmatch(part.strip()) for part in parts]
     if not all(found):
         raise UserError(
@@ -55,9 +52,9 @@ def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
             why="no file or folder is called that, and of a mixture each dataset says how much of it is drawn",
             instead="--dataset a.jsonl:0.7,b.jsonl:0.3",
         )
-    sources = [Source(match[1], float(match[2])) for match in found if match]
-    shares([source.weight for source in sources], dataset)
-    return sources
+    matches = [match for match in found if match]
+    counts = shares([float(match[2]) for match in matches], dataset)
+    return [Source(match[1], share) for match, share in zip(matches, counts, strict=True)]
 
 
 def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
@@ -77,7 +74,7 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     return counts
 
 
-def shapes_of(dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape]) -> list[RecordShape]:
+def shapes_of(dataset: AnyDataset, reads: Sequence[RecordShape]) -> list[RecordShape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
     return [find_shape(source.dataset, reads) for source in sources_of(dataset)]
 
@@ -106,18 +103,18 @@ class MixedRows:
     @property
     def tokens(self) -> int | None:
         """Tokens of an epoch, to a thousand rows; None if a source is streamed."""
-        known = [rows.tokens for rows in self.sources]
-        if any(tokens is None for tokens in known):
-            return None
-        return max(-(-BLOCK * (tokens or 0) // share) for tokens, share in zip(known, self.shares, strict=True))
+        return self._of_an_epoch([rows.tokens for rows in self.sources if rows.tokens is not None])
 
     @property
     def rows(self) -> int | None:
         """Rows of an epoch, to a thousand; None if a source is streamed."""
-        stored = [len(rows) for rows in self.sources if isinstance(rows, StoredRows)]
-        if len(stored) < len(self.sources):
+        return self._of_an_epoch([len(rows) for rows in self.sources if isinstance(rows, StoredRows)])
+
+    def _of_an_epoch(self, counts: Sequence[int]) -> int | None:
+        """The count of an epoch by those of the stored sources."""
+        if len(counts) < len(self.sources):
             return None
-        return max(-(-BLOCK * count // share) for count, share in zip(stored, self.shares, strict=True))
+        return max(-(-BLOCK * count // share) for count, share in zip(counts, self.shares, strict=True))
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> MixedOrder:
         return MixedOrder(self, seed, batch_size, cursor)
@@ -136,8 +133,7 @@ class MixedOrder:
     """The sources' orders, interleaved by their shares; marks are (source, its own mark)."""
 
     def __init__(self, rows: MixedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
-        self._shares, self._seed = rows.shares, seed
-        self._row = count_in(cursor, "row")
+        self._shares, self._seed, self._row = rows.shares, seed, count_in(cursor, "row")
         given = cursor.get("sources")
         if given is None:  # the beginning of an epoch, for each of them
             self._row, given = 0, [{"epoch": count_in(cursor, "epoch"), "row": 0}] * len(rows.sources)
@@ -182,10 +178,10 @@ class MixedOrder:
 
 def mixture_notes(sources: Sequence[Source], train: MixedRows, notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     lines = []
-    for source, rows, share, own in zip(sources, train.sources, train.shares, notes, strict=True):
-        line = f"{source.dataset}: {share / BLOCK:.1%} of the rows"
+    for source, rows, own in zip(sources, train.sources, notes, strict=True):
+        line = f"{source.dataset}: {source.share / BLOCK:.1%} of the rows"
         if rows.tokens is not None and train.tokens is not None:
-            times = train.tokens * share / BLOCK / rows.tokens
+            times = train.tokens * source.share / BLOCK / rows.tokens
             line += f"; {rows.tokens:,} tokens, taken {times:.2f} times in an epoch"
         lines += [line, *(f"  {note}" for note in own)]
     return tuple(lines)

@@ -7,72 +7,55 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.records.documents import has_text
+from shardwright.data.records.document_stream import has_text
 from shardwright.data.tokenizer import plain_tokens
 
 Columns = dict[str, np.ndarray]
+ISOLATED = ("segment_ids", "position_ids")  # columns of rows that say which document each token belongs to
 
 # most documents, and most characters of a stream's documents, tokenised in one call
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
 
 
-class AnyPacker(Protocol):
-    """Documents → rows of S tokens.
+class AnyPacker:
+    """Documents → rows of S tokens. ``isolate``: they say which document each token belongs to."""
 
-    Attributes:
-        length: S.
-        rest: tokens that wait for the next call.
-        groups: how many groups of documents are packed in one call.
-        tally: counts so far.
-    """
-
-    length: int
-    rest: np.ndarray
-    groups: int
-    tally: Counter[str]
-
-    @property
-    def columns(self) -> list[str]: ...
-
-    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table: ...
-
-    def rows(self, documents: Sequence[str], /) -> Columns: ...
-
-
-class Packer:
-    """Documents of text → rows of S tokens: joined, and cut every S tokens.
-
-    Tokens that do not fill a row wait in ``rest`` for the next call. ``labels``: rows have them, as those of samples.
-    """
-
-    groups = 1
+    groups = 1  # groups of documents packed in one call
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool, labels: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate: bool, labels: bool = False
     ) -> None:
-        self.tokenizer, self.length, self.isolate, self.labels = tokenizer, sequence_length, isolate_documents, labels
-        self.rest = np.empty(0, dtype=np.int32)
-        self.tally: Counter[str] = Counter()  # nothing is left out or cut
+        self.tokenizer, self.length, self.isolate, self.labels = tokenizer, sequence_length, isolate, labels
+        self.rest = np.empty(0, dtype=np.int32)  # tokens that wait for the next call
+        self.tally: Counter[str] = Counter()  # counts so far; `shardwright.data.samples.tally.notes` has the words
 
     @property
     def columns(self) -> list[str]:
         """The names of a row's columns, each int32 [S]."""
         labels = ["labels"] if self.labels else []
-        return ["input_ids", *labels, *(["segment_ids", "position_ids"] if self.isolate else [])]
+        return ["input_ids", *labels, *(ISOLATED if self.isolate else ())]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        """The rows that the documents with text in ``batch["text"]`` complete."""
-        return as_table(self.rows([text for text in batch["text"] if text and has_text(text)]))
+        return as_table(self.rows([text for text in batch["text"] if text]))
 
-    def rows(self, texts: Sequence[str]) -> Columns:
-        """The rows that ``texts`` complete, each column [B, S]."""
-        tokens = plain_tokens(self.tokenizer, texts)
+    def rows(self, documents: Sequence[str]) -> Columns:
+        """The rows that ``documents`` complete, each column [B, S]."""
+        raise NotImplementedError
+
+
+class Packer(AnyPacker):
+    """Documents of text → rows of S tokens: joined, and cut every S tokens; ``labels``: they have them, as samples do.
+
+    Tokens that do not fill a row wait in ``rest`` for the next call. Nothing is left out or cut, so nothing is counted.
+    """
+
+    def rows(self, documents: Sequence[str]) -> Columns:
+        tokens = plain_tokens(self.tokenizer, [text for text in documents if has_text(text)])
         end = [self.tokenizer.eos_token_id]
         flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
         count = len(flat) // self.length

@@ -9,14 +9,14 @@ Shape legend: S tokens in a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from shardwright.data.records.document_stream import DocumentStream
-from shardwright.data.records.documents import has_text, key_hash
-from shardwright.data.records.prefetch import Ahead, stop_if_the_program_ends
+from shardwright.data.records.document_stream import DocumentStream, has_text, key_hash
+from shardwright.data.records.prefetch import ahead, stop_if_the_program_ends
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.rows.rows import ROWS_AT_ONCE, count_in, too_few_rows
 from shardwright.errors import UserError
@@ -25,53 +25,37 @@ from shardwright.hosts.hosts import hosts
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A row's place in an epoch, from which reading can start without anything before it.
+    """A row's place in an epoch, from which reading can start without anything before it."""
 
-    Args:
-        part: position in the epoch's order of the stream's parts.
-        document: number of the document in that part.
-        skip: rows that the documents from there on give before this one.
-        rest: tokens of earlier documents that no row holds yet.
-    """
-
-    part: int = 0
-    document: int = 0
-    skip: int = 0
-    rest: list[int] = field(default_factory=list)
+    part: int = 0  # position in the epoch's order of the stream's parts
+    document: int = 0  # its number in that part
+    skip: int = 0  # rows that the documents from there on give before this one
+    rest: list[int] = field(default_factory=list)  # tokens of earlier documents that no row holds yet
 
 
 @dataclass(frozen=True)
 class Window:
-    """Rows in the order of training. ``start``: where the first began before they were permuted."""
+    """Rows in the order of training."""
 
     epoch: int
     number: int
-    start: StreamPosition
+    start: StreamPosition  # of the first row before they were permuted
     columns: Columns
 
     def __len__(self) -> int:
-        return len(self.columns["input_ids"])
+        return _count(self.columns)
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Rows of S tokens, made from a stream of documents and never stored.
-
-    Args:
-        left_out: hashes of the documents that are held out.
-        shuffle_rows: rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while being permuted.
-        fingerprint: a name for the rows and their order, all but the seed; the same on every machine.
-    """
+    """Rows of S tokens, made from a stream of documents and never stored."""
 
     documents: DocumentStream
     new_packer: Callable[[], AnyPacker]
-    left_out: frozenset[int]
-    shuffle_rows: int
+    left_out: frozenset[int]  # hashes of the documents that are held out
+    shuffle_rows: int  # rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while being permuted
     fingerprint: str
-
-    @property
-    def tokens(self) -> None:
-        return None
+    tokens: None = None  # an epoch's are not known
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
         return StreamedOrder(self, seed, batch_size, cursor)
@@ -86,19 +70,17 @@ class StreamedRows:
     def windows(self, seed: int, epoch: int, number: int, start: StreamPosition, at_least: int) -> Iterator[Window]:
         """Endless windows from window ``number`` of ``epoch`` on, which begins at ``start``.
 
-        Tokens that fill no row at an epoch's end begin the next epoch.
-
-        Raises:
-            UserError: an epoch has fewer rows than ``at_least``, or the stream broke off.
+        Tokens that fill no row at an epoch's end begin the next epoch. Raises UserError if an epoch has fewer rows than
+        ``at_least``, or the stream broke off.
         """
         while True:
             parts = np.random.default_rng([seed, epoch]).permutation(self.documents.parts).tolist()
             reader = _EpochReader(self, parts, start)
             rows = number * self.shuffle_rows
-            while len((columns := reader.take(self.shuffle_rows))["input_ids"]):
-                order = np.random.default_rng([seed, epoch, number]).permutation(len(columns["input_ids"]))
+            while count := _count(columns := reader.take(self.shuffle_rows)):
+                order = np.random.default_rng([seed, epoch, number]).permutation(count)
                 yield Window(epoch, number, start, {name: values[order] for name, values in columns.items()})
-                rows, number, start = rows + len(order), number + 1, reader.place
+                rows, number, start = rows + count, number + 1, reader.place
             if rows < at_least:
                 raise too_few_rows(at_least, f"{self.documents.asked} ended after {rows} rows")
             epoch, number, start = epoch + 1, 0, StreamPosition(rest=reader.place.rest)
@@ -123,17 +105,13 @@ class _EpochReader:
 
     def take(self, count: int) -> Columns:
         """The next ``count`` rows; fewer at the epoch's end. [rows, S]"""
-        pieces = [{name: values[:0] for name, values in self._columns.items()}]
-        missing = count
-        while missing:
-            piece = {name: values[self._skip : self._skip + missing] for name, values in self._columns.items()}
-            taken = len(piece["input_ids"])
-            if taken:
-                pieces.append(piece)
-                self._skip, missing = self._skip + taken, missing - taken
-            elif not self._next_group():
-                break
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        pieces: list[Columns] = []
+        while True:
+            pieces.append({name: values[self._skip : self._skip + count] for name, values in self._columns.items()})
+            taken = _count(pieces[-1])
+            self._skip, count = self._skip + taken, count - taken
+            if not count or not (taken or self._next_group()):
+                return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _next_group(self) -> bool:
         """Pack the next group of documents; False: there are none."""
@@ -150,6 +128,10 @@ class _EpochReader:
         stop_if_the_program_ends()
         self._columns = self._packer.rows(texts)
         return bool(texts)
+
+
+def _count(columns: Columns) -> int:
+    return len(columns["input_ids"])
 
 
 def _documents(
@@ -184,7 +166,7 @@ class StreamedOrder:
             raise ValueError(f"row {cursor['row']} in window {self._number} of {self._size} rows, epoch {self._epoch}")
         self._windows = rows.windows(seed, self._epoch, self._number, self._start, batch_size)
         self._window: Window | None = None
-        self._ahead: Ahead[Window] | None = None
+        self._ahead: Future[Window] | None = None
 
     @property
     def epoch(self) -> float:
@@ -217,6 +199,6 @@ class StreamedOrder:
         return window
 
     def _made_ahead(self) -> Window:
-        window = (self._ahead or Ahead(self._windows)).result()
-        self._ahead = Ahead(self._windows)
+        window = (self._ahead or ahead(self._windows)).result()
+        self._ahead = ahead(self._windows)
         return window

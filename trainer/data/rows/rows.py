@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
+from shardwright.data.records.documents import Documents
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
@@ -28,12 +30,10 @@ class Rows(Protocol):
     @property
     def fingerprint(self) -> str:
         """A name for the rows and their order, all but the seed; the same on every machine."""
-        ...
 
     @property
     def tokens(self) -> int | None:
         """Tokens of an epoch; None: unknown."""
-        ...
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> Order:
         """The training order of the rows from ``cursor`` on; ``{"epoch": 0, "row": 0}`` is the start.
@@ -42,11 +42,9 @@ class Rows(Protocol):
             UserError: an epoch has fewer than ``batch_size`` rows; a stream's order raises this at the stream's end.
             KeyError, TypeError, ValueError: ``cursor`` does not come from an order of these rows.
         """
-        ...
 
     def rows_to_count(self) -> Iterator[Columns]:
         """The rows whose tokens are counted, in groups: all stored rows, or a stream's first. [rows, S]"""
-        ...
 
 
 class Order(Protocol):
@@ -55,19 +53,15 @@ class Order(Protocol):
     @property
     def epoch(self) -> float:
         """Epochs done: with a fraction if an epoch's length is known, else whole ones."""
-        ...
 
     def take(self, count: int) -> Sequence[Any]:
         """Marks of the next rows, for :meth:`read`: between 1 and ``count`` of them, all of one epoch."""
-        ...
 
     def read(self, taken: Sequence[Any]) -> Columns:
         """The values of rows that :meth:`take` gave. [rows, S]"""
-        ...
 
     def cursor(self) -> dict[str, Any]:
         """The place of the next row, JSON-able. The caller must not change it."""
-        ...
 
 
 def too_few_rows(batch_size: int, found: str) -> UserError:
@@ -172,21 +166,16 @@ def write_rows(
     splits: Mapping[str, Dataset],
     folder: Path,
     new_packer: Callable[[], AnyPacker],
-    asked: str,
-    tally: Callable[[], Mapping[str, int]] = dict,
+    documents: Documents,
 ) -> None:
-    """Write the rows of each split of documents to ``folder``, and last their number, which `load_rows` checks.
+    """Write the rows of each split of ``documents`` to ``folder``, and last their number, which `load_rows` checks.
 
-    Args:
-        tally: called after all documents were read, for the counts of that.
-
-    Raises:
-        UserError: the documents of a split don't fill one row.
+    Raises UserError if a split doesn't fill one row.
     """
     counts, tallies = {}, {}
-    for name, documents in splits.items():
+    for name, split in splits.items():
         packer = new_packer()
-        packed = documents.map(
+        packed = split.map(
             packer,
             batched=True,
             batch_size=DOCUMENTS_AT_ONCE * packer.groups,
@@ -197,26 +186,25 @@ def write_rows(
         counts[name], tallies[name] = len(packed), dict(packer.tally)
         if not counts[name]:
             raise UserError(
-                asked=f"{asked} in rows of {packer.length} tokens",
-                found=f"{len(documents)} {name} documents of {len(packer.rest)} tokens in all"
+                asked=f"{documents.asked} in rows of {packer.length} tokens",
+                found=f"{len(split)} {name} documents of {len(packer.rest)} tokens in all"
                 + "".join(f", {count} {what}" for what, count in packer.tally.items() if count),
                 why="they don't fill one row",
                 instead="a larger dataset, or a shorter --sequence_length",
             )
-    first = next(iter(tallies))
-    tallies[first] |= tally()
+    first = next(iter(tallies.values()))
+    first |= sum((unread.tally for unread in documents.unread), Counter())
     (folder / "rows.json").write_text(json.dumps({"rows": counts, "tallies": tallies}))
 
 
 def load_rows(folder: Path) -> dict[str, StoredRows]:
     """Split → rows, as `write_rows` wrote them.
 
-    Raises:
-        ValueError: some are missing. Other errors, of many types: a file is absent or damaged.
+    Raises ValueError if some are missing, and errors of many types if a file is absent or damaged.
     """
     written = json.loads((folder / "rows.json").read_text())
-    counts, tallies = written["rows"], written["tallies"]
-    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in counts}
-    if counts != {name: len(split) for name, split in rows.items()}:
+    tallies = written["tallies"]
+    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in tallies}
+    if written["rows"] != {name: len(split) for name, split in rows.items()}:
         raise ValueError(f"rows are missing from {folder}")
     return rows

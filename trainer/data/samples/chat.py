@@ -26,14 +26,8 @@ ROLES = {"system", "developer", "user", ASSISTANT, "tool"}
 # names of the roles in other formats
 ROLE_OF = {
     "human": "user",
-    "gpt": ASSISTANT,
-    "model": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    "function_call": ASSISTANT,
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), ASSISTANT),
+    **dict.fromkeys(("function", "observation", "function_response"), "tool"),
 }
 _KEY_OF = {"from": "role", "value": "content"}
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
@@ -46,10 +40,6 @@ class Chat:
     messages: list[Message]
     tools: list[Any] | None = None
     first: int = 0
-
-    @property
-    def unknown_roles(self) -> list[str]:
-        return [m["role"] for m in self.messages if m["role"] not in ROLES]
 
     @property
     def turns(self) -> list[int]:
@@ -73,8 +63,7 @@ def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
 def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
     """A record of ``answers`` as messages, with a ``prompt``: its own, else their common first messages.
 
-    Raises:
-        BadRecord: no message is common, or nothing follows them.
+    Raises BadRecord if no message is common, or nothing follows them.
     """
     if isinstance(values.get("prompt"), list):
         return dict(values)
@@ -183,8 +172,7 @@ class Template:
     def spans(self, chat: Chat, tokens: Sequence[list[int]]) -> list[tuple[int, int]]:
         """The turns' spans in the whole. ``tokens``: of :meth:`texts`.
 
-        Raises:
-            BadRecord: the chat before a turn is rendered differently once the turn follows; names the first difference.
+        Raises BadRecord, with the first difference, if the chat before a turn is rendered differently once it follows.
         """
         whole, count = tokens[0], len(chat.turns)
         before, with_it = tokens[1 : 1 + count], tokens[1 + count :]
@@ -200,12 +188,9 @@ class Template:
                 if not stops:
                     self._check_begins(whole, turn, f"up to and with message {i + 1}")
                 end = stops[0] + 1
-            spans.append((start, self._until_stop(whole, start, end)))
+            # tokens behind the last stop token are never generated
+            spans.append((start, next((n for n in range(end, start, -1) if whole[n - 1] in self.stops), end)))
         return spans
-
-    def _until_stop(self, tokens: list[int], start: int, end: int) -> int:
-        """``end``, or the end of the last stop token before it: the tokens behind that are never generated."""
-        return next((n for n in range(end, start, -1) if tokens[n - 1] in self.stops), end)
 
     def _check_begins(self, whole: list[int], beginning: list[int], what: str) -> None:
         if whole[: len(beginning)] == beginning:

@@ -21,10 +21,8 @@ _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 def collated(records: Dataset | IterableDataset, collator: Collator) -> Dataset | IterableDataset:
     """``records`` with the columns ``input_ids`` and ``labels`` that ``collator`` makes of each.
 
-    A ``Dataset`` is read at once, and the result cached as its ``map`` does.
-
-    Raises:
-        UserError: the collator raises, or makes anything but one sample of a record; here, or when a stream is read.
+    A ``Dataset`` is read at once, and the result cached as its ``map`` does. Raises UserError, here or when a stream is
+    read, if the collator raises, or makes anything but one sample of a record.
     """
     made = records.map(
         functools.partial(_sample, collator), with_indices=True, remove_columns=list(records.column_names or ())

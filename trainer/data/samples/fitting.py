@@ -9,18 +9,16 @@ Shape legend: B rows, S tokens in a row (``sequence_length``).
 from __future__ import annotations
 
 import bisect
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.rows.packing import Columns, as_table
-from shardwright.data.samples.samples import Encoder, Sample, joined
+from shardwright.data.rows.packing import AnyPacker, Columns
+from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import RecordShape
@@ -28,27 +26,14 @@ from shardwright.objectives.objective import RecordShape
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How records become samples, and samples rows.
+    """How records become samples, and samples rows."""
 
-    Args:
-        train_on_prompt: the loss is on every token, not on the answers alone.
-        overflow: the policy for a sample longer than a row: one of ``shardwright.arguments.data_options.OVERFLOW``.
-        packing: several samples share a row; else each has its own.
-        on_bad_row: the policy for a record that can't become a sample: "error" or "skip".
-        stops: tokens that end a generation, beside the tokenizer's end-of-text token.
-        groups: the most records that share a row; None: as many as fit.
-    """
-
-    train_on_prompt: bool = False
-    overflow: str = "truncate_right"
-    packing: bool = True
-    on_bad_row: str = "error"
-    stops: frozenset[int] = frozenset()
-    groups: int | None = None
-
-
-# the samples of one record, which share a row: one, or several answers
-Group = tuple[Sample, ...]
+    train_on_prompt: bool = False  # the loss is on every token, not on the answers alone
+    overflow: str = "truncate_right"  # for samples longer than a row: of shardwright.arguments.data_options.OVERFLOW
+    packing: bool = True  # several samples share a row; else each has its own
+    on_bad_row: str = "error"  # or "skip": for records that can't become a sample
+    stops: frozenset[int] = frozenset()  # tokens that end a generation, beside the tokenizer's end-of-text token
+    groups: int | None = None  # the most records that share a row; None: as many as fit
 
 
 class FittingObserver(Protocol):
@@ -62,18 +47,13 @@ class FittingObserver(Protocol):
     def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None: ...
 
 
-class SamplePacker:
+class SamplePacker(AnyPacker):
     """Records → rows of S tokens. It keeps nothing for the next call: the last row of each is filled up.
 
-    Args:
-        isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
-        place_of: a record's file and row, for messages.
-
-    Attributes:
-        tally: counts so far; :func:`shardwright.data.samples.tally.notes` puts them in words.
+    Without ``isolate`` only rows of one sample can be made. ``place_of``: a record's file and row, for messages.
     """
 
-    groups = 16  # groups of documents packed together: the more, the fuller the rows
+    groups = 16  # the more, the fuller the rows
 
     def __init__(
         self,
@@ -85,39 +65,26 @@ class SamplePacker:
         place_of: Callable[[str], str] = lambda document: f"a record that begins {document[:60]!r}",
         watch: FittingObserver | None = None,
     ) -> None:
-        self.watch, self._documents = watch, list[str]()
-        self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
-        self.tally: Counter[str] = Counter()
-        self.rest = np.empty(0, dtype=np.int32)  # for AnyPacker; always empty, as samples stay whole
+        super().__init__(tokenizer, sequence_length, isolate, labels=True)
+        self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
         self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
-    @property
-    def columns(self) -> list[str]:
-        return ["input_ids", "labels", *(["segment_ids", "position_ids"] if self.isolate else [])]
-
-    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        return as_table(self.rows([text for text in batch["text"] if text]))
-
     def rows(self, documents: Sequence[str]) -> Columns:
-        """The rows of ``documents``, each column [B, S]."""
         groups: list[Group] = []
         self._documents = [*documents]
-        for number, found in self.encoder(documents):
+        for number, made in self.encoder(documents):
             self.tally["samples"] += 1
-            kept = [group for group in self._fitted(documents[number], found.segments) if _all_scored(group)]
-            self.tally["without target"] += not kept and (
-                self.options.overflow != "drop" or not _all_scored(found.segments)
-            )
+            kept = [group for group in self._fitted(documents[number], made) if _all_scored(group)]
+            dropped = self.options.overflow == "drop" and _all_scored(made)
+            self.tally["without target"] += not kept and not dropped
             groups += kept
             if self.watch is not None:
-                self.watch.made(number, joined(found.segments), [joined(group) for group in kept])
+                self.watch.made(number, joined(made), [joined(group) for group in kept])
         lengths = [_length(group) for group in groups]
-        bins = (
-            best_fit(lengths, self.length, self.options.groups)
-            if self.options.packing
-            else [[i] for i in range(len(groups))]
-        )
+        bins = [[i] for i in range(len(groups))]
+        if self.options.packing:
+            bins = best_fit(lengths, self.length, self.options.groups)
         rows = [[sample for i in numbers for sample in groups[i]] for numbers in bins]
         self.tally["rows"] += len(rows)
         self.tally["tokens"] += sum(lengths)
@@ -144,9 +111,11 @@ class SamplePacker:
             return [(_part(sample, n, n + size),) for n in range(0, length, size)]
         # each of two answers gets the room that the other leaves, and at least half a row
         sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
-        cut = zip(group, (min(len(s.tokens), most) for s, most in zip(group, sizes, strict=True)), strict=True)
-        left = policy == "truncate_left"
-        return [tuple(_part(s, len(s.tokens) - n, len(s.tokens)) if left else _part(s, 0, n) for s, n in cut)]
+        if policy == "truncate_left":
+            return [
+                tuple(_part(s, max(0, len(s.tokens) - n), len(s.tokens)) for s, n in zip(group, sizes, strict=True))
+            ]
+        return [tuple(_part(s, 0, n) for s, n in zip(group, sizes, strict=True))]
 
     def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
         columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}

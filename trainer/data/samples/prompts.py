@@ -17,8 +17,7 @@ Prompt = str | list[dict[str, Any]]
 def read_prompts(path: str) -> list[Prompt]:
     """The prompts in a file: one a line, or JSON-lines, if the first line is an object, with `prompt` or `messages`.
 
-    Raises:
-        UserError: there is no such file, it has no prompts or too many, or a line is of neither kind.
+    Raises UserError if there is no such file, it has no prompts or too many, or a line is of neither kind.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -49,8 +48,7 @@ def _record(path: str, number: int, line: str) -> Prompt:
 def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """The prompt as text (a conversation rendered by its template, with the answer's beginning), and its tokens.
 
-    Raises:
-        UserError: the tokenizer has no template for these messages, or no token for the text.
+    Raises UserError if the tokenizer has no template for these messages, or no token for the text.
     """
     if isinstance(prompt, str):
         text, tokens = prompt, tokenizer.encode(prompt, verbose=False)

@@ -5,18 +5,18 @@ Shape legend: T tokens of a sample.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.samples.chat import Chat, Template, chat_of, with_prompt
+from shardwright.data.samples.chat import ROLES, Chat, Template, chat_of, with_prompt
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import RecordShape
@@ -39,55 +39,37 @@ class Sample:
         """How many targets the loss is on; a first token is no target."""
         return int((self.labels[1:] != IGNORE).sum())
 
-    @property
-    def segments(self) -> tuple[Sample, ...]:
-        """Itself: its only segment in a row, as :class:`Answers` has several."""
-        return (self,)
+
+# a record's sample, or the answers to its prompt, each behind the whole prompt: isolated segments of one row
+Group = tuple[Sample, ...]
+# (a record's texts to tokenise, the function from their tokens to the samples)
+Draft = tuple[list[str], Callable[[list[list[int]]], Group]]
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Answers to one prompt, each behind the whole prompt, as isolated segments of one row."""
-
-    segments: tuple[Sample, ...]
-
-
-def joined(segments: Sequence[Sample]) -> Sample:
-    """``segments`` concatenated into one sample, to inspect."""
-    if len(segments) == 1:
-        return segments[0]
-    counts: Counter[str] = sum((Counter(each.counts) for each in segments), Counter())
+def joined(group: Group) -> Sample:
+    """The samples of ``group`` concatenated into one, to inspect."""
+    if len(group) == 1:
+        return group[0]
+    counts: Counter[str] = sum((Counter(each.counts) for each in group), Counter())
     return Sample(
-        np.concatenate([each.tokens for each in segments]), np.concatenate([each.labels for each in segments]), counts
+        np.concatenate([each.tokens for each in group]), np.concatenate([each.labels for each in group]), counts
     )
 
 
-# (a record's texts to tokenise, the function from their tokens to the sample)
-Draft = tuple[list[str], Callable[[list[list[int]]], Any]]
-
-
 class Encoder:
-    """Records of one shape → samples.
+    """Records of one shape → samples. Raises UserError for chats if the tokenizer has no template for them.
 
-    Args:
-        train_on_prompt: the loss is on every token.
-        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only special ones count, as an id
-            from a config made for another tokenizer may be a letter here.
-        on_bad: called with the number of each record that can't become a sample, and why; it may raise.
-        tally: gets the counts of the samples.
-
-    Raises:
-        UserError: chats, and the tokenizer has no template for them.
+    Of ``stops`` only special tokens count, as an id from a config made for another tokenizer may be a letter here.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         shape: RecordShape,
-        tally: Counter[str],
-        on_bad: Callable[[int, BadRecord], None],
-        train_on_prompt: bool = False,
-        stops: frozenset[int] = frozenset(),
+        tally: Counter[str],  # gets the counts of the samples
+        on_bad: Callable[[int, BadRecord], None],  # called with each bad record's number, and why; it may raise
+        train_on_prompt: bool = False,  # the loss is on every token
+        stops: frozenset[int] = frozenset(),  # tokens that end a generation, beside the tokenizer's end-of-text token
     ) -> None:
         self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
         self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
@@ -97,35 +79,35 @@ class Encoder:
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
-    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Answers]]:
-        """(number, sample or answers) of each of ``documents``, which are records as strings; bad ones are left out."""
+    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Group]]:
+        """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out."""
         if self.shape.is_text:
             tokens_of = enumerate(plain_tokens(self.tokenizer, documents))
             return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
-        drafts = [
-            (number, draft)
-            for number, document in enumerate(documents)
-            if (draft := self._tried(number, functools.partial(self._draft, document)))
-        ]
+        drafts: list[tuple[int, Draft]] = []
+        for number, document in enumerate(documents):
+            with self._telling_of_bad(number):
+                drafts.append((number, self._draft(document)))
         texts = [text for _, (texts, _) in drafts for text in texts]
         # verbose=False: no warning that a text is longer than the model's context
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
-        samples: list[tuple[int, Sample | Answers]] = []
+        groups: list[tuple[int, Group]] = []
         for number, (texts, make) in drafts:
-            made = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
-            if made is not None:
-                for sample in made.segments:
-                    self.tally.update(sample.counts)
-                samples.append((number, made))
-        return samples
+            found = [next(tokens) for _ in texts]
+            with self._telling_of_bad(number):
+                groups.append((number, make(found)))
+        for _, group in groups:
+            for sample in group:
+                self.tally.update(sample.counts)
+        return groups
 
-    def _tried(self, number: int, make: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _telling_of_bad(self, number: int) -> Iterator[None]:
         try:
-            return make()
+            yield
         except BadRecord as bad:
             self.on_bad(number, bad)
-            return None
 
     def _draft(self, document: str) -> Draft:
         values: dict[str, Any] = json.loads(document)
@@ -145,15 +127,15 @@ class Encoder:
             raise BadRecord(name, "messages behind a prompt that is a string")
         return self._chat(chat_of(values))
 
-    def _whole(self, tokens: Sequence[int], first: int = 0) -> Sample:
+    def _whole(self, tokens: Sequence[int], first: int = 0, counts: Mapping[str, int] | None = None) -> Group:
         """A sample with the loss on the tokens from ``first`` on."""
         made = np.array(tokens, dtype=np.int32)
         labels = made.copy()
         if not self.train_on_prompt:
             labels[:first] = IGNORE
-        return Sample(made, labels)
+        return (Sample(made, labels, counts or {}),)
 
-    def _given(self, values: Mapping[str, Any]) -> Sample:
+    def _given(self, values: Mapping[str, Any]) -> Group:
         """The record's own tokens, and labels if it has them."""
         arrays = []
         for name in ("input_ids", "labels"):
@@ -167,18 +149,17 @@ class Encoder:
         tokens, labels = arrays
         if tokens.shape != labels.shape:
             raise BadRecord("labels", f"{len(labels)} labels of {len(tokens)} tokens")
-        return Sample(tokens, tokens.copy() if self.train_on_prompt else labels)
+        return (Sample(tokens, tokens.copy() if self.train_on_prompt else labels),)
 
     def _completion(self, prompt: str, completion: str) -> Draft:
-        def make(tokens: list[list[int]]) -> Sample:
+        def make(tokens: list[list[int]]) -> Group:
             asked, whole = tokens
             pairs = zip(asked, whole, strict=False)
             # the first token that differs from the prompt's own, even if it also holds the prompt's last letters
             first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
             begin = self.begin if whole[:1] != self.begin else []
             end = [] if whole[-1:] == [self.end] else [self.end]
-            sample = self._whole([*begin, *whole, *end], len(begin) + first)
-            return replace(sample, counts={"merged": int(first < len(asked))})
+            return self._whole([*begin, *whole, *end], len(begin) + first, {"merged": int(first < len(asked))})
 
         return [prompt, prompt + completion], make
 
@@ -198,12 +179,12 @@ class Encoder:
             whole = with_prompt(values, names)
             drafts = [self._chat(chat_of(whole, name)) for name in names]
 
-        def make(tokens: list[list[int]]) -> Answers:
+        def make(tokens: list[list[int]]) -> Group:
             left = iter(tokens)
-            answers = Answers(tuple(made([next(left) for _ in own]) for own, made in drafts))
+            answers = tuple(sample for own, made in drafts for sample in made([next(left) for _ in own]))
             if texts:  # the prompt's last token may merge into one answer only: then all are scored from it on
-                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in answers.segments)
-                for sample in answers.segments:
+                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in answers)
+                for sample in answers:
                     sample.labels[start:] = sample.tokens[start:]
             return answers
 
@@ -230,18 +211,14 @@ class Encoder:
             return prompt, lambda found: self._turns(
                 chat, tokens, [span for span in spans if span[0] >= len(*found or [[]])]
             )
+        return template.texts(chat), lambda found: self._turns(chat, found[0], template.spans(chat, found))
 
-        def make(found: list[list[int]]) -> Sample:
-            return self._turns(chat, found[0], template.spans(chat, found))
-
-        return template.texts(chat), make
-
-    def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Sample:
+    def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Group:
         """A sample with the loss on the tokens of ``spans``."""
-        counts = Counter(f"unknown role {role!r}" for role in chat.unknown_roles)
+        counts = Counter(f"unknown role {m['role']!r}" for m in chat.messages if m["role"] not in ROLES)
         counts["turns"] = len(spans)
         counts["turns without stop"] = sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
-        sample = replace(self._whole(tokens, len(tokens)), counts=counts)
-        for a, b in [] if self.train_on_prompt else spans:
+        (sample,) = group = self._whole(tokens, len(tokens), counts)
+        for a, b in spans:
             sample.labels[a:b] = sample.tokens[a:b]
-        return sample
+        return group

@@ -29,13 +29,9 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
         f"{count['samples']} {kind} in {count['rows']} rows, {full:.1%} full; "
         f"{count['scored']} of {count['tokens']} tokens are scored ({share:.1%})"
     ]
-    lines += [
-        f"{kind} longer than {length} tokens, {words}: {count[name]}" for name, words in _CUT.items() if tally.get(name)
-    ]
-    if tally.get("without target"):
-        lines.append(f"{kind} without any scored token, dropped: {count['without target']}")
-    if tally.get("bad"):
-        lines.append(f"bad rows, left out: {count['bad']}")
+    left_out = {name: f"{kind} longer than {length} tokens, {words}" for name, words in _CUT.items()}
+    left_out |= {"without target": f"{kind} without any scored token, dropped", "bad": "bad rows, left out"}
+    lines += [f"{words}: {count[name]}" for name, words in left_out.items() if tally.get(name)]
     lines += unread_notes(tally)
     if tally.get("merged"):
         lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
