@@ -11,6 +11,7 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.optimizers.adamw import AdamW
 from shardwright.optimizers.optimizer import Optimizer, fits, range_text
 
+_TRUTH = {"true": True, "false": False}
 _OF_ADAMW = {f"adam_{number.name}": number for number in fields(AdamW)}
 
 
@@ -54,7 +55,7 @@ class OptimizerArguments(Checked):
 
     def check_optimizer(self) -> None:
         self.choose("optim", list(OPTIMIZERS))
-        self.check("weight_decay", self.weight_decay >= 0, "it can't be negative", 0)
+        self.at_least(0, "it can't be negative", "weight_decay")
         entry = OPTIMIZERS[self.optim]
         for name, number in _OF_ADAMW.items():
             value = getattr(self, name)
@@ -77,11 +78,7 @@ class OptimizerArguments(Checked):
 
     @property
     def optimizer_numbers(self) -> dict[str, Any]:
-        """Name → the numbers that only this optimizer has.
-
-        Raises:
-            UserError: ``optim_args`` names an unknown one, or gives an invalid value.
-        """
+        """The numbers that only this optimizer has, by name; UserError for an unknown or invalid one in ``optim_args``."""
         known = {number.name: number for number in _numbers(self.optim)}
         numbers = {name: number.default for name, number in known.items()}
         for part in [] if self.optim_args is None else self.optim_args.split(","):
@@ -94,8 +91,9 @@ class OptimizerArguments(Checked):
                     else "no --optim_args; AdamW's numbers are --adam_beta1, --adam_beta2 and --adam_epsilon",
                 )
             try:
-                numbers[name] = _READ[type(known[name].default)](text)
-            except ValueError:
+                kind = type(known[name].default)
+                numbers[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
+            except (KeyError, ValueError):
                 raise self._refused(f"{name} is {text!r:.80}", f"--optim_args {_shown(self.optim)}") from None
             if not fits(known[name], numbers[name]):
                 found = f"{name} is {numbers[name]}, where it is {range_text(known[name])}"
@@ -109,12 +107,3 @@ class OptimizerArguments(Checked):
             why="they are name=value, with commas between, of the numbers that this optimizer has",
             instead=instead,
         )
-
-
-def _bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
-
-
-_READ: dict[type, Any] = {bool: _bool, int: int, float: float, str: str}

@@ -27,13 +27,7 @@ def kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def check_values(arguments: Any) -> None:
-    """Refuse option fields whose values don't fit their annotations.
-
-    Numbers become Python's own ``int`` or ``float``, and paths ``str``.
-
-    Raises:
-        UserError: names the option and the needed type.
-    """
+    """Make numbers Python's own ``int`` or ``float``, and paths ``str``; UserError for what does not fit an annotation."""
     hints = get_type_hints(type(arguments))
     for each in (each for each in fields(arguments) if each.metadata):  # only options have a help
         name, value = each.name, getattr(arguments, each.name)
@@ -45,8 +39,7 @@ def check_values(arguments: Any) -> None:
         except (TypeError, ValueError) as error:
             raise UserError(
                 asked=f"--{name} {value!r:.80}",
-                found=f"a {type(value).__name__}, where {_TAKES[kind]} is needed"
-                + (f": {error}" if str(error) else ""),
+                found=f"a {type(value).__name__}, where {_TAKES[kind]} is needed{f': {error}' if str(error) else ''}",
                 why="a run can't be made of it",
                 instead=f"--{name} {_EXAMPLE[kind]}",
             ) from error
@@ -95,28 +88,31 @@ class Checked:
     def check(self, name: str, good: bool, why: str, instead: Any) -> None:
         """Refuse the value of the option ``name`` unless it is ``good``."""
         if not good:
-            raise UserError(
-                asked=f"--{name} {getattr(self, name)}",
-                found=f"{getattr(self, name)!r}",
-                why=why,
-                instead=f"--{name} {instead}",
-            )
+            value = getattr(self, name)
+            raise UserError(asked=f"--{name} {value}", found=f"{value!r}", why=why, instead=f"--{name} {instead}")
 
-    def check_path(self, name: str) -> None:
+    def at_least(self, least: float, why: str, *names: str, instead: float | None = None) -> None:
+        """Refuse a number below ``least``; ``instead`` is offered, or ``least``."""
+        for name in names:
+            value = getattr(self, name)
+            self.check(name, value is None or value >= least, why, least if instead is None else instead)
+
+    def check_path(self, *names: str) -> None:
         """Refuse a path that can't be looked up; whether it must exist is checked later."""
-        value = getattr(self, name)
-        try:
-            if value is not None and "://" not in value:
-                os.stat(os.path.expanduser(value))
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:  # a name too long, a folder that this user may not look into, a circle of links
-            raise UserError(
-                asked=f"--{name} {value:.200}",
-                found=f"{type(error).__name__}: {error.strerror}",
-                why="what lies there can't be seen",
-                instead="a path that this user can open, or a hub id",
-            ) from error
+        for name in names:
+            value = getattr(self, name)
+            try:
+                if value is not None and "://" not in value:
+                    os.stat(os.path.expanduser(value))
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:  # a name too long, a folder that this user may not look into, a circle of links
+                raise UserError(
+                    asked=f"--{name} {value:.200}",
+                    found=f"{type(error).__name__}: {error.strerror}",
+                    why="what lies there can't be seen",
+                    instead="a path that this user can open, or a hub id",
+                ) from error
 
     def choose(self, name: str, known: Sequence[str]) -> None:
         """Refuse a value of the option ``name`` that is not in ``known``."""

@@ -29,7 +29,6 @@ class Matrices(OnMesh):
     """The layout of the iteration's tensors on the mesh: [rows, columns], or [experts, rows, columns], of one layer."""
 
     def stored(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Laid out as the parameter."""
         return self.constrain(matrix, self.spec)
 
     def split(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
@@ -59,8 +58,6 @@ class Matrices(OnMesh):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """The module's optimizer."""
-
     title = "Muon"
     about = "matrices of layers move by their orthogonalised momentum, the rest by AdamW"
     rest = AdamW

@@ -34,13 +34,7 @@ def range_text(option: Field[Any]) -> str:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A parameter's layout on the mesh.
-
-    Args:
-        mesh: axis → devices along it, in mesh order.
-        spec: the axes that split each dimension.
-        stacked: whether dimension 0 is layers, each a parameter of its own.
-    """
+    """A parameter's layout on the mesh, of which ``stacked`` says that dimension 0 is layers, each its own parameter."""
 
     mesh: Mapping[str, int]
     spec: Axes
@@ -54,9 +48,7 @@ class Update:
 
     Args:
         state: in the order in which :meth:`Optimizer.state` lists it.
-        learning_rate: 0-d, as ``step`` is: a Python number would recompile the step.
-        step: the number of this update, from 1.
-        weight_decay: 0 for biases and norms.
+        learning_rate: 0-d, as ``step`` (from 1) is: a Python number would recompile the step.
     """
 
     parameter: torch.Tensor
@@ -80,7 +72,6 @@ class Optimizer(ABC):
     and learning rate are Python numbers.
 
     Attributes:
-        title: as people write it.
         about: its state, and when to take it, for ``--help``.
         rest: the entry that updates the parameters this one does not take; None: it takes all.
     """
