@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.samples.collator import Collator, collated
@@ -23,6 +23,7 @@ from shardwright.model.meta_model import load_config
 from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
+TrainerCallbacks: TypeAlias = Sequence[TrainerCallback | type[TrainerCallback]]
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,8 @@ class RunInputs:
     Args:
         model: the starting weights; on the CPU.
         config: of ``model``, or of a random init.
-        train: records to train on.
         evaluated: held-out records, by the names of their sets.
         collator: has made samples of the records in ``train`` and ``evaluated`` already.
-        compute_loss: see `Loss`.
-        compute_metrics: see `Predictions`.
     """
 
     recipe: Recipe | None = None
@@ -96,9 +94,8 @@ def resolve(
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
     options: dict[str, Any] = {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
-    for name in ("compute_loss", "compute_metrics"):
-        if given[name] is not None and not callable(given[name]):
-            raise _kind(name, given[name], "a function")
+    for name, function in given.items():
+        _check_kind(name, function, Callable, "a function")
     _resolve_model(model, options, given)
     if isinstance(recipe, Recipe):
         options["recipe"], given["recipe"] = recipe.name or "given", recipe
@@ -106,8 +103,7 @@ def resolve(
         _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a shardwright.Recipe")
         options["recipe"] = os.fspath(recipe)
     if data_collator is not None:
-        if not callable(data_collator):
-            raise _kind("data_collator", data_collator, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
+        _check_kind("data_collator", data_collator, Callable, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
         given["collator"] = data_collator
         train_dataset, eval_dataset = _collated(data_collator, train_dataset, eval_dataset)
     _resolve_data(train_dataset, eval_dataset, options, given)
@@ -151,7 +147,7 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
 
 
 def _collated(collator: Collator, train: Any, evaluated: Any) -> tuple[Any, Any]:
-    """Turn the records into samples; a dict of sets stays a dict."""
+    """The records as samples; a dict of sets stays a dict."""
     check_records("train_dataset", train)
     sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
     for name, records in {"train_dataset": train, **{f"eval_dataset {n}": each for n, each in sets.items()}}.items():
@@ -204,7 +200,7 @@ def named_sets(what: str, asked: Any) -> dict[str, Any]:
 
 
 def check_records(what: str, records: Any) -> None:
-    """Refuse ``records`` that are no dataset; ``what`` is the argument's name."""
+    """Refuse ``records`` of the argument ``what`` that are no dataset."""
     if isinstance(records, Mapping):
         raise UserError(
             asked=f"{what}=a {type(records).__name__} of {', '.join(map(str, records))}",
@@ -235,10 +231,5 @@ def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
 
 
 def _kind(name: str, value: Any, wanted: str) -> UserError:
-    kind = type(value)
-    return UserError(
-        asked=f"{name}={value!r:.80}",
-        found=f"a {kind.__module__}.{kind.__qualname__}",
-        why="it is of another kind",
-        instead=wanted,
-    )
+    found = f"a {type(value).__module__}.{type(value).__qualname__}"
+    return UserError(asked=f"{name}={value!r:.80}", found=found, why="it is of another kind", instead=wanted)

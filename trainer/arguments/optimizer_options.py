@@ -78,7 +78,7 @@ class OptimizerArguments(Checked):
 
     @property
     def optimizer_numbers(self) -> dict[str, Any]:
-        """The numbers that only this optimizer has, by name; UserError for an unknown or invalid one in ``optim_args``."""
+        """The numbers that only this optimizer has, by name; UserError for a bad one in ``optim_args``."""
         known = {number.name: number for number in _numbers(self.optim)}
         numbers = {name: number.default for name, number in known.items()}
         for part in [] if self.optim_args is None else self.optim_args.split(","):

@@ -27,7 +27,7 @@ def kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def check_values(arguments: Any) -> None:
-    """Make numbers Python's own ``int`` or ``float``, and paths ``str``; UserError for what does not fit an annotation."""
+    """Make numbers Python's own and paths ``str``; UserError for a value that does not fit its annotation."""
     hints = get_type_hints(type(arguments))
     for each in (each for each in fields(arguments) if each.metadata):  # only options have a help
         name, value = each.name, getattr(arguments, each.name)

@@ -193,7 +193,7 @@ class Settings(TrainingArguments):
         return cls(**{each.name: getattr(args, each.name) for each in fields(args)})
 
     def with_epochs_of(self, steps: int) -> Settings:
-        """The settings with ``max_steps``, unless set, from ``num_train_epochs`` of ``steps`` each; raises as the class."""
+        """The settings with ``max_steps``, unless set, from epochs of ``steps`` each; raises as the class."""
         if self.max_steps > 0 or self.num_train_epochs is None:
             return self
         return replace(self, max_steps=math.ceil(self.num_train_epochs * steps))

@@ -14,16 +14,6 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from shardwright.arguments.schedule import Schedule
 
 
-class LearningRate:
-    """The callbacks' ``lr_scheduler``: read-only, with torch's name for the rate of the next step."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
-    def get_last_lr(self) -> list[float]:
-        return [self._schedule.learning_rate]
-
-
 class Callbacks(CallbackHandler):
     """Calls callbacks, and keeps their states for a run that goes on.
 
@@ -43,7 +33,7 @@ class Callbacks(CallbackHandler):
         schedule: Schedule,
         remembered: Any,
     ) -> None:
-        super().__init__(callbacks, model, tokenizer, None, LearningRate(schedule))
+        super().__init__(callbacks, model, tokenizer, None, schedule)
         for name, found in (remembered or {}).items():
             named = [callback for callback in self.callbacks if type(callback).__name__ == name]
             for callback, state in zip(named, found if isinstance(found, list) else [found], strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from rich.console import Console
@@ -23,8 +24,7 @@ class Tracker(TrainerCallback):
     """
 
     def __init__(self, name: str, callback: TrainerCallback, console: Console) -> None:
-        self.name, self._callback, self._console = name, callback, console
-        self._lost = False
+        self.name, self._callback, self._console, self._lost = name, callback, console, False
 
     def _tell(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> Any:
         if self._lost:
@@ -33,18 +33,20 @@ class Tracker(TrainerCallback):
             return getattr(self._callback, event)(args, state, control, **given)
         except (Exception, SystemExit) as error:  # each package raises its own types
             if event in ("on_init_end", "on_train_begin"):
-                raise _cannot_start(self.name, error) from None
+                raise UserError(
+                    asked=f"--report_to {self.name}",
+                    found=_short(error),
+                    why="it can't take this run's log",
+                    instead="the login or the server that it needs, or its offline mode (WANDB_MODE=offline); or "
+                    "--report_to none",
+                ) from None
             self._lost = True
             say(self._console, f"report:  {self.name} is told nothing more, and the run goes on: {_short(error)}")
             return None
 
 
-def _telling(event: str) -> Any:
-    return lambda self, args, state, control, **given: self._tell(event, args, state, control, **given)
-
-
 for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
-    setattr(Tracker, _event, _telling(_event))
+    setattr(Tracker, _event, functools.partialmethod(Tracker._tell, _event))
 
 
 def open_trackers(asked: str, console: Console) -> list[Tracker]:
@@ -77,15 +79,6 @@ def _made(name: str) -> TrainerCallback:
             why="transformers' integration needs that package, as it is configured here",
             instead=f"pip install it, or --report_to without {name}",
         ) from None
-
-
-def _cannot_start(name: str, error: BaseException) -> UserError:
-    return UserError(
-        asked=f"--report_to {name}",
-        found=_short(error),
-        why="it can't take this run's log",
-        instead="the login or the server that it needs, or its offline mode (WANDB_MODE=offline); or --report_to none",
-    )
 
 
 def _short(error: BaseException) -> str:

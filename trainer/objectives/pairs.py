@@ -15,7 +15,10 @@ from shardwright.objectives.objective import Batch, Number, Objective, RecordSha
 
 _TOKENS_A_PAIR, _MOST_PAIRS = 16, 64
 PAIRS = RecordShape(
-    *("chosen/rejected", ("chosen", "rejected"), ("prompt", "tools"), "the chosen answer against the rejected"),
+    "chosen/rejected",
+    ("chosen", "rejected"),
+    ("prompt", "tools"),
+    trained="the chosen answer against the rejected",
     answers=("chosen", "rejected"),
     unit="pair",
     words="prompt, chosen and rejected, the answers as strings or as messages",

@@ -58,6 +58,8 @@ class Matrices(OnMesh):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
+    """The module's optimizer."""
+
     title = "Muon"
     about = "matrices of layers move by their orthogonalised momentum, the rest by AdamW"
     rest = AdamW
