@@ -53,7 +53,7 @@ def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction |
 
 
 def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> EvalStep:
-    """The evaluation step of ``placed``; ``measures`` apply only where the loss is that of tokens."""
+    """``measures`` apply only where the loss is that of tokens."""
     return ObjectiveEvalStep(placed) if placed.loss.objective.parts else EvalStep(placed, measures)
 
 
@@ -82,20 +82,19 @@ def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
 
 
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Tell the model's kernels how their tensors lie on ``mesh``."""
     plan, axes, order = job.plan, tuple(job.plan.mesh.items()), device_order(mesh)
     heads = tuple(axis for axis in plan.mesh if axis not in (*plan.batch, SEQUENCE))
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order, plan.sequence))
     mixers.bind(model)
     watch_routing(job, model, mesh)
-    names = job.facts.experts
-    if job.recipe.compute.experts not in ("capacity", "dropless"):
+    compute, names = job.recipe.compute, job.facts.experts
+    if compute.experts not in ("capacity", "dropless"):
         return
     expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)
     kernel: Capacity | Dropless
-    if job.recipe.compute.experts == "capacity":
+    if compute.experts == "capacity":
         kernel = Capacity(
-            factor=job.recipe.compute.capacity_factor,
+            factor=compute.capacity_factor,
             groups=plan.token_shards,
             batch_axes=plan.token_axes,
             expert_axes=expert_axes,
@@ -105,16 +104,15 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
         keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
-        remat = job.recipe.compute.remat
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
-            keep=not isinstance(remat, str) or remat == "none",
+            keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
-            keep_all=not job.recipe.compute.scan,
+            keep_all=not compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_cost.buffer_bytes(flops_a_byte),
         )
@@ -136,9 +134,8 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    axis = job.plan.sequence
-    pieces = None if axis is None else RowPieces(mesh, job.plan.batch, axis)
-    routers, goal = router_losses(job), job.args.goal
+    pieces = None if job.plan.sequence is None else RowPieces(mesh, job.plan.batch, job.plan.sequence)
+    goal, routers = job.args.goal, router_losses(job)
     return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, pieces)
 
 

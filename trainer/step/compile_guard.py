@@ -34,22 +34,19 @@ class CompileGuard:
         self.compiles += program_count() - before
         self.first = False
         if self.compiles > self.expected:
+            inputs, change = "; ".join(f"{name}: {text}" for name, text in self._signature.items()), ""
+            if self._graph:
+                change = first_difference(self._graph, results, lambda: trace(batch))
             raise UserError(
                 asked=f"{self.expected} compile of the {self.what} in this run",
-                found=f"{self.compiles} compiles, though every input kept its shape and dtype: "
-                + "; ".join(f"{name}: {text}" for name, text in self._signature.items()),
+                found=f"{self.compiles} compiles, though every input kept its shape and dtype: {inputs}",
                 why="something else in the traced graph changed between two steps, such as a number in its code: "
-                + (
-                    first_difference(self._graph, results, lambda: trace(batch))
-                    if self._graph
-                    else "a run on one host names the operation"
-                ),
+                f"{change or 'a run on one host names the operation'}",
                 instead="make what changes a tensor input of the model, or constant",
             )
         return results
 
     def _compare(self, batch: Tensors) -> None:
-        """Refuse a batch that is unlike the first: it would compile anew."""
         signature = {name: f"shape {list(t.shape)}, {t.dtype}" for name, t in batch.items()}
         if self.first:
             self._signature = signature

@@ -8,6 +8,7 @@ Shape legend: B rows, S tokens a row, V tokens that the model knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +40,12 @@ class Predictions(NamedTuple):
 ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]]
 
 
+@dataclass(frozen=True)
 class Measures:
-    """Logits and labels of a batch → sums by name, in a fixed order.
+    """Logits and labels of a batch → sums by name: token accuracy, and the ``names`` of a user's own function."""
 
-    ``names`` are those of ``compute``, a user's own function; None: token accuracy alone.
-    """
-
-    def __init__(self, compute: ComputeMetrics | None = None, names: tuple[str, ...] = ()) -> None:
-        self.compute, self.names = compute, names
+    compute: ComputeMetrics | None = None
+    names: tuple[str, ...] = ()
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
         """Each measure's sum and count, [2]; of :data:`CORRECT` the sum alone, 0-d."""
@@ -84,7 +83,7 @@ def correct_tokens(predictions: Predictions) -> torch.Tensor:
 def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
     """For each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
 
-    It reduces over V alone, as :func:`correct_tokens` does. Where nothing is scored the log-probability is 0.
+    The log-probability is 0 where nothing is scored.
     """
     predictions = predictions_of(logits, labels)
     logits_BSV = logits.to(torch.float32)
@@ -118,21 +117,18 @@ def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: in
         if not isinstance(name, str) or not name:
             raise _refused(f"the name {name!r:.80}, a {type(name).__name__}")
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise _refused(f"{name!r} is a {type(pair).__name__}" + _shape(pair))
+            raise _refused(f"{name!r} is a {type(pair).__name__}", pair)
         for what, value in zip(("sum", "count"), pair, strict=True):
             if not (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)):
-                raise _refused(f"the {what} of {name!r} is a {type(value).__name__}" + _shape(value))
+                raise _refused(f"the {what} of {name!r} is a {type(value).__name__}", value)
     return tuple(pairs)
 
 
-def _shape(value: Any) -> str:
-    return f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-
-
-def _refused(found: str) -> UserError:
+def _refused(found: str, value: Any = None) -> UserError:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
     return UserError(
         asked="compute_metrics",
-        found=found,
+        found=found + shape,
         why="it is traced into the evaluation's graph, which adds sums up over devices and batches; no logit leaves a "
         "device, so there are no values to look at, and no shape may depend on one",
         instead='a function of (logits, labels, mask) that returns {"name": (sum, count)}, such as '

@@ -22,14 +22,13 @@ from shardwright.xla.batch import place_batch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and metrics of held-out rows.
+    """Loss and metrics of held-out rows; NaN if there is nothing to evaluate.
 
     Args:
-        loss: the objective's, without the auxiliary loss; NaN if there is nothing to evaluate. The model's own is the
-            mean cross entropy over the scored targets, in nats a token; with a user's own loss function, the mean of
-            that.
+        loss: the objective's, without the auxiliary loss: the mean cross entropy over the scored targets, in nats a
+            token, or the mean of a user's own loss function.
         means: further metrics by name: ``accuracy`` (the share of scored targets that no other token was given a higher
-            score than) and a user's own, or the values that the objective logs. NaN likewise.
+            score than) and a user's own, or the values that the objective logs.
         is_entropy: whether the loss is the cross entropy, and so has a perplexity.
     """
 
@@ -73,9 +72,9 @@ class EvalStep:
         return self._read(sums)
 
     def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
-        """Evaluate ``batches``; also returns the most likely token and the target's log-probability at each position.
+        """Evaluate ``batches``; also the most likely token and the target's log-probability at each position.
 
-        Both are [all rows, S]. The graph differs from an evaluation's, and is compiled once too.
+        Both are [all rows, S]. The graph is another than an evaluation's, compiled once too.
         """
         sums = self.begin()
         kept: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -96,7 +95,6 @@ class EvalStep:
         return 3 + 2 * len(self.measures.names)
 
     def begin(self) -> torch.Tensor:
-        """The sums before the first batch, placed."""
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
     def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
@@ -118,20 +116,16 @@ class EvalStep:
         scored = scored_tokens(batch["labels"])
         # a user's own loss may divide by the number it is given or be a mean by itself: nobody can tell
         share = torch.ones((), device=scored.device) if self.loss.compute is None else scored.clamp(min=1)
-        counts = not values and self.measures.compute is None
-        loss, recorded = self.loss(
-            self.placed.parameters, batch, share, training=False, measure=measure, by_counts=counts
-        )
+        counts, parameters = not values and self.measures.compute is None, self.placed.parameters
+        loss, recorded = self.loss(parameters, batch, share, training=False, measure=measure, by_counts=counts)
         total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
         counted = torch.stack([total, scored, recorded[CORRECT]])
         return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
 
     def _read(self, sums: torch.Tensor) -> Evaluation:
         total, tokens, correct, *pairs = sums.cpu().tolist()
-        metrics = {
-            name: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else math.nan
-            for i, name in enumerate(self.measures.names)
-        }
+        both = zip(self.measures.names, pairs[::2], pairs[1::2], strict=True)
+        metrics = {name: value / count if count else math.nan for name, value, count in both}
         loss, accuracy = (total / tokens, correct / tokens) if tokens else (math.nan, math.nan)
         return Evaluation(loss, {"accuracy": accuracy, **metrics}, self.loss.compute is None)
 

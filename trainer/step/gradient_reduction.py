@@ -35,24 +35,15 @@ _MOST_EXCHANGE = 8  # over 64 chips the sums of the parts, ring after ring, take
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A weight gradient with one unreduced part for each batch shard.
+    """A weight gradient with one unreduced part for each batch shard."""
 
-    Args:
-        parameter: the parameter's stored name.
-        dim: the dimension at which the batch shards are inserted: 0, or 1 behind the layers of a stack.
-        axes: the axes that split the tokens where the parameter meets them.
-        layout: axis → the dimension that it splits, of one layer's parameter.
-        rank: dimensions of one layer's parameter.
-        exchanges: whether the devices exchange parts while they compute: in the loop over layers.
-    """
-
-    parameter: str
-    dim: int
-    axes: tuple[str, ...]
-    layout: Mapping[str, Shard]
-    rank: int
+    parameter: str  # its stored name
+    dim: int  # where the batch shards are inserted: 0, or 1 behind the layers of a stack
+    axes: tuple[str, ...]  # that split the tokens where the parameter meets them
+    layout: Mapping[str, Shard]  # axis → the dimension that it splits, of one layer's parameter
+    rank: int  # of one layer's parameter
     mesh: DeviceMesh
-    exchanges: bool = False
+    exchanges: bool = False  # the devices exchange parts while they compute: in the loop over layers
 
     @property
     def shards(self) -> int:
@@ -60,7 +51,7 @@ class PartialGradient:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Partition spec, the inserted dimension included."""
+        """The inserted dimension included."""
         kept = {axis: shard for axis, shard in self.layout.items() if axis not in self.axes}
         return (None,) * self.dim + (self.axes,) + self._spec(kept)
 
@@ -71,8 +62,8 @@ class PartialGradient:
         For a batched product over one ring the compiler makes a reduce-scatter by itself, in the layout that suits the
         product; ours would cost a copy of an operand.
         """
-        rings = len(self.sum.scatter)
-        return rings > 1 or (rings == 1 and self.rank == 2)
+        scattered = len(self.sum.scatter)
+        return scattered > 1 or (scattered == 1 and self.rank == 2)
 
     @property
     def exchanged(self) -> bool:
@@ -143,18 +134,15 @@ class _Leaf(torch.autograd.Function):
 
 def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, PartialGradient]:
     """Stored name → partial gradient, for every parameter of the assembled ``model`` that several batch shards meet."""
-    experts_inside = experts_modules(model)
-    found = {}
+    experts_inside, found = experts_modules(model), {}
     for name, _ in model.named_parameters():
-        if name in job.untrained:
-            continue  # it has no gradient
-        entry = job.plan[first_name(name)]
-        if job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
-            continue  # the kernel leaves its gradients reduced
-        axes = token_axes(name, entry, job.recipe, experts_inside)
-        dim = int(is_stacked(name))
-        layout, exchanges = shards_of(entry.layout), jax_call.exchanges_beside()
-        partial = PartialGradient(name, dim, axes, layout, len(entry.shape), mesh, exchanges)
+        # the kernel of dropless experts leaves their gradients reduced
+        reduced = job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside
+        if reduced or name in job.untrained:
+            continue
+        entry, exchanges = job.plan[first_name(name)], jax_call.exchanges_beside()
+        axes, layout = token_axes(name, entry, job.recipe, experts_inside), shards_of(entry.layout)
+        partial = PartialGradient(name, int(is_stacked(name)), axes, layout, len(entry.shape), mesh, exchanges)
         if partial.shards > 1:
             found[name] = partial
     return found

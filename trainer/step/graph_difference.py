@@ -34,17 +34,12 @@ _LINE = "line "  # the prefix of a scope that names a line of Python
 
 
 class Operation(NamedTuple):
-    """An operation of HLO.
-
-    Args:
-        value: equal for two operations that compute the same.
-        scopes: the names that were open when it was traced, outermost first, joined by slashes; empty: unknown.
-    """
+    """An operation of HLO; ``value`` is equal for two that compute the same."""
 
     kind: str
     result: str
     value: int
-    scopes: str
+    scopes: str  # the names that were open when it was traced, outermost first, joined by slashes; empty: unknown
 
 
 class _Lines(TorchFunctionMode):
@@ -99,7 +94,6 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
 
 
 def _operations(text: bytes) -> Iterator[Operation]:
-    """The operations of a graph, each after its operands."""
     values: dict[str, int] = {}  # operation or computation → a hash of what it computes
     computation, inside = "", 0
     for line in zlib.decompress(text).decode().splitlines():

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class _HeadInUse(Exception):
     """The model uses its head's output for more than the loss."""
 
 
+@dataclass(eq=False)
 class Loss:
     """The model's loss on one micro-batch.
 
@@ -52,21 +54,17 @@ class Loss:
         draws: whether the model has drawn random numbers in training so far.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prepare: Callable[[Tensors], Tensors],
-        inside: frozenset[str],
-        partials: Mapping[str, PartialGradient],
-        router_loss: bool,
-        objective: Objective,
-        router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
-        compute: LossFunction | None = None,
-        pieces: RowPieces | None = None,
-    ) -> None:
-        self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss, self.router_losses = router_loss, router_losses
-        self.compute, self.objective, self.pieces = compute, objective, pieces
+    model: PreTrainedModel
+    prepare: Callable[[Tensors], Tensors]
+    inside: frozenset[str]
+    partials: Mapping[str, PartialGradient]
+    router_loss: bool
+    objective: Objective
+    router_losses: RouterLosses
+    compute: LossFunction | None
+    pieces: RowPieces | None
+
+    def __post_init__(self) -> None:
         self.draws = False
         self._plain_head = True  # False once the model is seen to use the logits for more than the loss
         self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
@@ -85,7 +83,7 @@ class Loss:
         """The loss, and logged values by name: router losses, the experts' load, and the objective's.
 
         Args:
-            parameters: name → parameter, and the leaves of the partial gradients that are wanted.
+            parameters: the leaves of the partial gradients that are wanted, too.
             batch: name → tensor [rows, S].
             tokens: the objective's counts, by which the parts of the loss are divided.
             random_key: the source of all random numbers; None: nothing may be random.
@@ -111,13 +109,12 @@ class Loss:
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
-        measured: Tensors = {}
+        measured, counted = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
         def forward() -> tuple[Any, dict[str, list[torch.Tensor]]]:
             with self._with_objective(whole, tokens, measured):
                 return self._forward(parameters, inputs, real, random_key, training=training)
 
-        counted: Tensors = {}
         output, recorded = self._without_logits(forward, counted) if by_counts or measure is None else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
@@ -134,11 +131,10 @@ class Loss:
 
     def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
         """The logits [rows, S, V] in evaluation of inputs such as ``input_ids`` [rows, S]; raises as a call."""
-        if self.pieces is None:
-            return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
-        length = inputs["input_ids"].shape[1]
-        cut = self.pieces.inputs(inputs, length)
-        return self.pieces.restored(self._forward(parameters, cut, None, None, training=False)[0].logits, length)
+        pieces, length = self.pieces, inputs["input_ids"].shape[1]
+        given = dict(inputs) if pieces is None else pieces.inputs(inputs, length)
+        logits = self._forward(parameters, given, None, None, training=False)[0].logits
+        return logits if pieces is None else pieces.restored(logits, length)
 
     def _forward(
         self,
@@ -149,14 +145,14 @@ class Loss:
         *,
         training: bool,
     ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-        """The model's output, and by name what its modules recorded on the way."""
+        """The model's output, and by name what its modules recorded; the first time, checked to draw from the key."""
         self.model.train(training)
         inside = {name: parameter for name, parameter in parameters.items() if name in self.inside}
         prepared = inside | self.prepare({name: t for name, t in parameters.items() if name not in inside})
         segment_ids = inputs.get("segment_ids")
         inputs = {"use_cache": False, **inputs}
-
-        def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        watch = None if training in self._known else randomness.OtherDraws()
+        try:
             with (
                 side_outputs.given(real),
                 randomness.drawing(random_key) as draws,
@@ -168,9 +164,24 @@ class Loss:
                     lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
                 )
             self.draws |= draws.drawn
-            return found
-
-        return self._checked(run, training)
+            if watch is not None:
+                watch.check()
+        except randomness.UnknownDraw as error:
+            raise UserError(
+                asked=f"to {'train' if training else 'evaluate'} {type(self.model).__name__}",
+                found=str(error),
+                why="it must be the same where the backward computes it again, and in a run that is resumed",
+                instead="a config that switches it off (its rate 0), or a model that draws by dropout or `uniform_`",
+            ) from error
+        except LoopChanged as error:
+            raise UserError(
+                asked=f"to run the layers of {type(self.model).__name__} in one go where they repeat",
+                found=str(error),
+                why="tried without data, its decoder did something else",
+                instead="--compute scan=False, with which they run one by one",
+            ) from error
+        self._known.add(training)
+        return found
 
     def _own(self, output: Any, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         assert self.compute is not None
@@ -191,10 +202,7 @@ class Loss:
         """Inside, the model computes the objective in place of the loss of tokens, and adds its router loss as ever.
 
         With rows in pieces the loss of tokens is replaced too: its labels are targets. The objective's values go to
-        ``measured``.
-
-        Raises:
-            UserError: the model has a loss that can't be replaced.
+        ``measured``. Raises UserError if the model has a loss that can't be replaced.
         """
         objective, pieces, calls = self.objective, self.pieces, 0
         if self.compute is not None or not (objective.parts or pieces):
@@ -212,23 +220,16 @@ class Loss:
             measured.update(found)
             return functools.reduce(operator.add, (found[part] for part in objective.parts))
 
-        # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
-        before = self.model.__dict__.get("_loss_function")
-        self.model.loss_function = loss
-        try:
+        with _loss_function(self.model, loss):
             yield
-        finally:
-            del self.model._loss_function
-            if before is not None:
-                self.model.loss_function = before
         if calls != 1:
+            what = f"the loss of {objective.title}" if objective.parts else "split rows"
+            other = "--objective sft" if objective.parts else "whole rows"
             raise UserError(
-                asked=f"{f'the loss of {objective.title}' if objective.parts else 'split rows'} with "
-                f"{type(self.model).__name__}",
+                asked=f"{what} with {type(self.model).__name__}",
                 found=f"a forward that calls its loss function {calls} times",
                 why="its loss can't be replaced",
-                instead="a model such as llama or mixtral, or "
-                + ("--objective sft" if objective.parts else "whole rows"),
+                instead=f"a model such as llama or mixtral, or {other}",
             )
 
     def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
@@ -242,16 +243,13 @@ class Loss:
         if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
             return forward()
         assert isinstance(head, torch.nn.Linear)  # checked just above; for mypy
-        given: list[torch.Tensor] = []
+        own, pieces, given = self.model.loss_function, self.pieces, list[torch.Tensor]()
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
             given.append(hidden)
             return hidden
 
-        # semi-private: `loss_function`, transformers/modeling_utils.py; its arguments, transformers/loss/loss_utils.py,
-        # transformers 5.23
-        own, pieces = self.model.loss_function, self.pieces
-
+        # semi-private: the arguments of the loss, transformers/loss/loss_utils.py, transformers 5.23
         def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             tokens = kwargs.get("num_items_in_batch")
             if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
@@ -259,41 +257,28 @@ class Loss:
             total, counted[CORRECT] = pieces.head_loss(logits, head.weight, labels, IGNORE)
             return total / tokens
 
-        before = self.model.__dict__.get("_loss_function")
-        vars(head)["forward"], self.model.loss_function = keep, loss
+        vars(head)["forward"] = keep
         try:
-            return forward()
+            with _loss_function(self.model, loss):
+                return forward()
         except _HeadInUse:
             self._plain_head = False
         finally:
-            del vars(head)["forward"], self.model._loss_function
-            if before is not None:
-                self.model.loss_function = before
+            del vars(head)["forward"]
         return forward()
 
-    def _checked(self, run: Callable[[], Any], training: bool) -> Any:
-        """Run ``run``; the first time, check that it drew from nothing but the key."""
-        watch = None if training in self._known else randomness.OtherDraws()
-        try:
-            result = run()
-            if watch is not None:
-                watch.check()
-        except randomness.UnknownDraw as error:
-            raise UserError(
-                asked=f"to {'train' if training else 'evaluate'} {type(self.model).__name__}",
-                found=str(error),
-                why="it must be the same where the backward computes it again, and in a run that is resumed",
-                instead="a config that switches it off (its rate 0), or a model that draws by dropout or `uniform_`",
-            ) from error
-        except LoopChanged as error:
-            raise UserError(
-                asked=f"to run the layers of {type(self.model).__name__} in one go where they repeat",
-                found=str(error),
-                why="tried without data, its decoder did something else",
-                instead="--compute scan=False, with which they run one by one",
-            ) from error
-        self._known.add(training)
-        return result
+
+@contextlib.contextmanager
+def _loss_function(model: PreTrainedModel, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
+    # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
+    before = model.__dict__.get("_loss_function")
+    model.loss_function = loss
+    try:
+        yield
+    finally:
+        del model._loss_function
+        if before is not None:
+            model.loss_function = before
 
 
 def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:

@@ -24,22 +24,14 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 @dataclass(frozen=True)
 class ParameterUpdates:
-    """The rules that update the parameters.
-
-    Args:
-        rules: name → the optimizer that updates the parameter, with its numbers.
-        layouts: name → how the parameter lies on the mesh.
-        state: name → the parameter's state tensors, in the order in which its rule takes them.
-        specs: name → their partition specs.
-        decay: names of the parameters that weight decay applies to.
-    """
+    """The rules that update the parameters, by their names."""
 
     rules: Mapping[str, Optimizer]
     layouts: Mapping[str, OnMesh]
-    state: Mapping[str, tuple[StateTensor, ...]]
-    specs: Mapping[str, tuple[PartitionSpec, ...]]
+    state: Mapping[str, tuple[StateTensor, ...]]  # in the order in which the rule takes them
+    specs: Mapping[str, tuple[PartitionSpec, ...]]  # of the state
     weight_decay: float
-    decay: frozenset[str]
+    decay: frozenset[str]  # names of the parameters that it applies to
 
     def update(
         self,
@@ -52,10 +44,8 @@ class ParameterUpdates:
     ) -> tuple[torch.Tensor, State]:
         """The parameter and its state after update number ``step`` (from 1), computed and returned in float32."""
         parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
-        decay = self.weight_decay if name in self.decay else 0.0
-        return self.rules[name].update(
-            Update(parameter, gradient, state, learning_rate, step, decay, self.layouts[name])
-        )
+        decay, layout = self.weight_decay if name in self.decay else 0.0, self.layouts[name]
+        return self.rules[name].update(Update(parameter, gradient, state, learning_rate, step, decay, layout))
 
 
 def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, model: nn.Module) -> ParameterUpdates:
@@ -67,7 +57,9 @@ def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, 
     }
     rules = {entry.name: args.rule(optimizer_of(args.optim, entry.name, entry.shape)) for entry in entries}
     layouts = {entry.name: lay_on(mesh, plan.specs[entry.name], is_stacked(entry.name)) for entry in entries}
-    return ParameterUpdates(rules, layouts, state, specs, args.weight_decay, decay_names(model))
+    # by transformers' own rule, all but biases and norms decay
+    decay = frozenset(get_parameter_names(model, [nn.LayerNorm], NO_DECAY)) & {n for n, _ in model.named_parameters()}
+    return ParameterUpdates(rules, layouts, state, specs, args.weight_decay, decay)
 
 
 def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
@@ -75,12 +67,6 @@ def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
         return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
 
     return OnMesh(mesh.shape(), tuple(axes_of(entry) for entry in spec), stacked, constrain)
-
-
-def decay_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that weight decay applies to: by transformers' own rule, all but biases and norms."""
-    names = get_parameter_names(model, [nn.LayerNorm], NO_DECAY)
-    return frozenset(names) & frozenset(name for name, _ in model.named_parameters())
 
 
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

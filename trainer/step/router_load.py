@@ -40,7 +40,6 @@ class Routing:
 
     @property
     def size(self) -> int:
-        """The length of :meth:`shares`."""
         return sum(count + 1 for count in self.experts.values())
 
     def shares(self, recorded: Tensors) -> torch.Tensor:
@@ -93,7 +92,6 @@ def totals(recorded: Tensors) -> Tensors:
 
 
 def router_losses(job: Job) -> RouterLosses:
-    """The job's additions to the model's own loss for its routers."""
     args = job.args
     return RouterLosses(args.router_z_loss_coef, args.router_balance_coef, args.router_balance == "batch")
 
@@ -110,7 +108,6 @@ def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def make_routing(placed: PlacedModel) -> Routing:
-    """The experts of a placed model, and the biases of its routers."""
     job, model, parameters = placed.job, placed.model, placed.parameters
     names = job.facts.experts
     experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -20,14 +20,11 @@ _AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median
 _LEAST = 0.01  # of the median, so that a loss that hardly moves does not spike whenever it does
 
 
-@dataclass(frozen=True)
-class Spike:
+class Spike(NamedTuple):
     """The last spike, and how many there were.
 
     Args:
         step: its number; 0: there was none.
-        loss, grad_norm: its own.
-        loss_limit, grad_norm_limit: what they were to stay below.
         skipped: steps of the whole run whose update was left out.
         in_a_row: spikes without a good step between them, up to the last step.
     """
@@ -41,8 +38,7 @@ class Spike:
     in_a_row: int
 
 
-# the numbers of a state, before the window: the count of good steps, and the fields of Spike
-_FIELDS = ("seen", "step", "loss", "loss_limit", "grad_norm", "grad_norm_limit", "skipped", "in_a_row")
+_FIELDS = ("seen", *Spike._fields)  # the numbers of a state, before the window; first the count of good steps
 _SEEN, _SKIPPED, _IN_A_ROW = (_FIELDS.index(name) for name in ("seen", "skipped", "in_a_row"))
 _LAST = slice(_SEEN + 1, _SKIPPED)  # the last spike
 
@@ -71,10 +67,9 @@ class SpikeWatch:
     def judged(
         self, state: torch.Tensor, found: Sequence[torch.Tensor], counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Whether a step is a spike, whether it ends the run, and the state after it; all on the device.
+        """Whether a step is a spike, whether it ends the run, and the state [size] after it; all on the device.
 
         Args:
-            state: the state before, [size].
             found: the step's number, loss and gradient norm.
             counts: whether the step can be good: finite, with a scored token, and none before it ended the run.
         """
@@ -89,21 +84,14 @@ class SpikeWatch:
         ends = spike & (row >= MOST_IN_A_ROW) if self.skips else spike
         last = torch.stack([step, loss, limits[0], norm, limits[1]])
         counted = torch.stack([skipped + (spike & ~ends).to(skipped.dtype), row])
-        after = torch.cat(
-            [
-                (seen + good.to(seen.dtype)).view(1),
-                torch.where(spike, last, state[_LAST]),
-                counted,
-                torch.where(good, torch.cat([windows[:, 1:], values.view(2, 1)], 1), windows).flatten(),
-            ]
-        )
-        return spike, ends, after
+        seen, last = (seen + good.to(seen.dtype)).view(1), torch.where(spike, last, state[_LAST])
+        windows = torch.where(good, torch.cat([windows[:, 1:], values.view(2, 1)], 1), windows)
+        return spike, ends, torch.cat([seen, last, counted, windows.flatten()])
 
     def read(self, state: Sequence[float]) -> Spike:
         """The last spike in the numbers of a state."""
-        found: dict[str, Any] = dict(zip(_FIELDS, state, strict=False))
-        found |= {name: int(found[name]) for name in ("step", "skipped", "in_a_row")}
-        return Spike(**{name: value for name, value in found.items() if name != "seen"})
+        step, *values, skipped, in_a_row = state[1 : len(_FIELDS)]
+        return Spike(int(step), *values, int(skipped), int(in_a_row))
 
     def _limits(self, windows: torch.Tensor) -> torch.Tensor:
         """The limits of the next step: [..., window] -> [...]."""
@@ -127,6 +115,5 @@ def log_entries(spike: Spike, since: int) -> dict[str, float]:
     """Log entries: the number of skipped updates, and the last spike if it came after step ``since``."""
     logs: dict[str, float] = {"skipped_steps": spike.skipped} if spike.skipped else {}
     if spike.step > since:
-        names = ("step", "loss", "loss_limit", "grad_norm", "grad_norm_limit")
-        logs |= {f"spike_{name}": getattr(spike, name) for name in names}
+        logs |= {f"spike_{name}": getattr(spike, name) for name in _FIELDS[_LAST]}
     return logs

@@ -19,21 +19,19 @@ _ROUTER_LOSSES = METRICS[-2:]
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics gathered on the device since the last reading.
+    """Metrics gathered on the device since the last reading: means over the ``steps`` since then.
 
     Args:
-        loss: mean over the steps since then; nats a token, auxiliary loss included.
+        loss: nats a token, auxiliary loss included.
         grad_norm: of the last step, before clipping.
-        dropped_fraction: share of the (token, choice) pairs that no expert had room for, mean over layers and steps;
-            None where no layer has a capacity.
-        steps: optimizer steps since the last reading.
+        dropped_fraction: share of the (token, choice) pairs that no expert had room for, over all layers; None where
+            no layer has a capacity.
         bad_step: the first step that ended the run, since its loss or gradient norm was not finite or was a spike; 0 if
             none did.
-        router_losses: ``router_z_loss`` and ``router_balance_loss``, means over the steps, without their coefficients;
-            empty if none is added.
+        router_losses: ``router_z_loss`` and ``router_balance_loss``, without their coefficients, if they are added.
         expert_load: of each layer with experts, all these steps together.
         unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
-        logged: the objective's logged values, means over the steps.
+        logged: the objective's logged values.
         spike: the last one; None: nobody looks for any.
     """
 
@@ -72,7 +70,7 @@ class MetricsLayout:
         return metrics[self.slots[name].start]
 
     def with_replaced(self, gathered: torch.Tensor, replaced: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """All metrics: those of ``gathered`` but for the ``replaced`` (name → numbers, in the order of the slots)."""
+        """All metrics: those of ``gathered`` but for the ``replaced``, which come in the order of the slots."""
         pieces, end = [], 0
         for name, values in replaced.items():
             slot = self.slots[name]
@@ -93,7 +91,6 @@ class MetricsLayout:
         return metrics
 
     def read(self, values: Sequence[float], has_router_losses: bool) -> StepMetrics:
-        """The metrics that the numbers of the tensor stand for."""
         found = {name: values[self.slots[name].start] for name in (*self.names, "unscored_steps")}
         count, dropped = max(int(found["steps"]), 1), found["dropped_fraction"]
         return StepMetrics(

@@ -1,8 +1,8 @@
 """TrainStep: forward, backward, gradient layout, accumulation, clipping and update as one XLA computation.
 
-Nothing in it reads the device. The learning rate and the step's number go in as data, and the metrics stay on the
-device until `read_metrics`. A loss that is not finite turns the update into a no-op on the device itself: the last good
-state is kept, although the host hears of it only at the next logging step.
+Nothing in it reads the device: the learning rate and the step's number go in as data, and the metrics stay there until
+`read_metrics`. A loss that is not finite turns the update into a no-op on the device itself: the last good state is
+kept, although the host hears of it only at the next logging step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ class TrainStep:
 
     A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
     It has neither gradient nor state, unless it is a stack with other layers that take part. A batch without a scored
-    token changes nothing but the count of such steps: weights, state and the optimizer's own count of updates are as if
-    it had not been there. The step's number counts the data, so it and the learning rate go on.
-
-    Random numbers (dropout) are drawn from the run's seed and the numbers of the step and the micro-batch.
+    token changes nothing but the count of such steps, not even the optimizer's own count of updates; the step's number,
+    which counts the data, and the learning rate go on.
 
     Args:
         restored: saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
@@ -51,14 +49,13 @@ class TrainStep:
 
     def __init__(self, placed: PlacedModel, restored: Source | None = None) -> None:
         job, args = placed.job, placed.job.args
-        self.placed, self.loss = placed, placed.loss
+        self.placed, self.loss, self.mesh, self.parameters = placed, placed.loss, placed.mesh, placed.parameters
         self.trained = job.trained  # name → whether it takes part in the loss, for each layer of a stack
         self.optimizer = optimizer = make_updates(args, job.stored, placed.mesh, placed.model)
         self.routing, self.spikes = make_routing(placed), spike_watch(args)
         self.accumulation, self.seed = args.gradient_accumulation_steps, args.seed
         self.max_grad_norm, self._moment_dtype = args.max_grad_norm, args.state_dtypes["optimizer_dtype"]
         restored = restored and _with_zeros(job, restored)
-        self.mesh, self.parameters = placed.mesh, placed.parameters
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
         # By parameter, in the order of `optimizer.state`, such as AdamW's two moments.
@@ -89,7 +86,7 @@ class TrainStep:
 
     @property
     def compiles(self) -> int:
-        """Compiles of the step so far: one for each length of rows that it has met."""
+        """So far: one for each length of rows that it has met."""
         return sum(guard.compiles for guard in self.guards.values())
 
     @property
@@ -124,8 +121,7 @@ class TrainStep:
 
     def random_keys(self, step: int) -> torch.Tensor:
         """The keys that all random numbers of step number ``step`` are drawn from, int32 [micro-batches, 2]."""
-        seed, count = self.seed, self.accumulation
-        words = [random_bits.key_of(f"{seed}/{step}/{micro_batch}") for micro_batch in range(count)]
+        words = [random_bits.key_of(f"{self.seed}/{step}/{micro}") for micro in range(self.accumulation)]
         return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
 
     def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
@@ -137,25 +133,43 @@ class TrainStep:
     def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
-        norm = global_norm(gradients.values())
+        layout, metrics, norm = self.layout, self.metrics, global_norm(gradients.values())
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        good = finite & (self.layout.number(self.metrics, "bad_step") == 0)
+        good = finite & (layout.number(metrics, "bad_step") == 0)
         scored = scored_tokens(batch["labels"]) > 0
-        updates = step - self.layout.number(self.metrics, "unscored_steps")  # the optimizer's count of steps
-        changes, after = good & scored, None
+        updates = step - layout.number(metrics, "unscored_steps")  # the optimizer's count of steps
+        changes, replaced = good & scored, dict[str, torch.Tensor]()
         with torch.no_grad(), scopes.scope("optimizer"):
             if (spikes := self.spikes) is not None:
-                before = self.metrics[self.layout.slots["spikes"]]
-                spike, ends, after = spikes.judged(before, (step, loss, norm), changes)
-                good, changes, updates = good & ~ends, changes & ~spike, updates - spikes.skipped(before)
+                watched = metrics[layout.slots["spikes"]]
+                spike, ends, after = spikes.judged(watched, (step, loss, norm), changes)
+                good, changes, updates = good & ~ends, changes & ~spike, updates - spikes.skipped(watched)
+                replaced["spikes"] = after
             self._update_parameters(gradients, norm, changes, (learning_rate, updates))
             self.routing.update_biases(recorded, changes)
-            self._update_metrics((loss, norm), recorded, (good, fresh, step, scored), after)
+            # the metrics, whose sums begin anew where `fresh` is above 0
+            zero, dropped = torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
+            added = {"loss": loss, "grad_norm": norm, "dropped_fraction": zero - 1 if dropped is None else dropped}
+            added = {**recorded, **added, "steps": zero + 1, "bad_step": zero}
+            before, unscored = (metrics[layout.slots[name]] for name in ("gathered", "unscored_steps"))
+            sums = torch.where(fresh > 0, torch.zeros_like(before), before)
+            new = torch.stack([added.get(name, zero) for name in layout.names])
+            if self.routing.experts:
+                new = torch.cat([new, self.routing.shares(recorded)])
+            new = torch.where(scored, new, torch.zeros_like(new)) + sums
+            bad_step = layout.number(metrics, "bad_step")
+            replaced = {
+                "grad_norm": torch.where(scored, norm, layout.number(before, "grad_norm")),
+                "bad_step": torch.where(good | (bad_step != 0), bad_step, step),
+                "unscored_steps": torch.where(scored, unscored, unscored + 1),
+                **replaced,
+            }
+            metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Update every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
+        """Update every parameter with a gradient where the step is ``good``; ``scalars``: learning rate, updates."""
         limit = self.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
         for name in self.moments:
@@ -173,57 +187,22 @@ class TrainStep:
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
     def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> torch.Tensor:
-        """A tensor of the state of parameter ``name`` on the mesh: its ``restored`` values, or zeros."""
         full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
             return sharding.place(full, restored(full), self.mesh, spec, dtype)
         return sharding.zeros(full, kept.shape, dtype, self.mesh, spec)
 
     def _learns(self, name: str) -> bool:
-        """Whether parameter ``name``, or the one whose partial gradient it names, takes part in the loss anywhere."""
+        """Whether a parameter, or the one of a partial gradient, takes part in the loss in any layer."""
         return any(self.trained.get(name.removesuffix(SUFFIX), (True,)))
 
     def _where_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, of parameter ``name`` or its partial gradient; 0 for layers with no part in the loss."""
+        """``tensor``, with 0 for layers with no part in the loss."""
         layers = self.trained.get(name.removesuffix(SUFFIX), ())
         if all(layers):
             return tensor
         flags = [tensor.new_full((1,) * tensor.dim(), trained) for trained in layers]
         return tensor * torch.cat(flags)
-
-    def _update_metrics(
-        self,
-        found: tuple[torch.Tensor, torch.Tensor],
-        recorded: Tensors,
-        flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        spikes: torch.Tensor | None,
-    ) -> None:
-        """Add this step to the metrics.
-
-        Args:
-            found: this step's loss and gradient norm.
-            flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
-                token was scored.
-            spikes: the new state of the spike watch.
-        """
-        (loss, norm), (good, fresh, step, scored) = found, flags
-        layout, zero, dropped = self.layout, torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
-        added = {"loss": loss, "grad_norm": norm, "dropped_fraction": zero - 1 if dropped is None else dropped}
-        added = {**recorded, **added, "steps": zero + 1, "bad_step": zero}
-        before, unscored = (self.metrics[layout.slots[name]] for name in ("gathered", "unscored_steps"))
-        sums = torch.where(fresh > 0, torch.zeros_like(before), before)
-        new = torch.stack([added.get(name, zero) for name in layout.names])
-        if self.routing.experts:
-            new = torch.cat([new, self.routing.shares(recorded)])
-        new = torch.where(scored, new, torch.zeros_like(new)) + sums
-        bad_step = layout.number(self.metrics, "bad_step")
-        replaced = {
-            "grad_norm": torch.where(scored, norm, layout.number(before, "grad_norm")),
-            "bad_step": torch.where(good | (bad_step != 0), bad_step, step),
-            "unscored_steps": torch.where(scored, unscored, unscored + 1),
-            **({} if spikes is None else {"spikes": spikes}),
-        }
-        self.metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as parameters (none outside the loss), metrics of [rows, micro-batches, ...]."""
@@ -268,10 +247,7 @@ class TrainStep:
     def _fold_micro_batches(
         self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: torch.Tensor
     ) -> tuple[Any, Any]:
-        """``body(carry, micro-batch, random key) -> (carry, y)`` over the micro-batches; the ``y`` are stacked.
-
-        The loop is given keys only if the model draws, which its first trace tells.
-        """
+        """``body(carry, micro-batch, random key) -> (carry, y)`` over the micro-batches; the ``y`` are stacked."""
 
         def run(keys: list[torch.Tensor]) -> tuple[Any, Any]:
             def step(carry: Any, x: tuple[Tensors, list[torch.Tensor]]) -> tuple[Any, Any]:
@@ -280,6 +256,7 @@ class TrainStep:
 
             return run_turns(step, carry, ({k: t.transpose(0, 1) for k, t in batch.items()}, keys))
 
+        # the loop is given keys only if the model draws, which its first trace tells
         result = run([random_keys] if (known := self.loss.draws) else [])
         return run([random_keys]) if self.loss.draws and not known else result
 
