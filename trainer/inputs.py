@@ -28,30 +28,22 @@ TrainerCallbacks: TypeAlias = Sequence[TrainerCallback | type[TrainerCallback]]
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Python objects passed to Trainer that no option can name.
-
-    Args:
-        model: the starting weights; on the CPU.
-        config: of ``model``, or of a random init.
-        evaluated: held-out records, by the names of their sets.
-        collator: has made samples of the records in ``train`` and ``evaluated`` already.
-    """
+    """Python objects passed to Trainer that no option can name."""
 
     recipe: Recipe | None = None
-    model: PreTrainedModel | None = None
-    config: PretrainedConfig | None = None
+    model: PreTrainedModel | None = None  # the starting weights; on the CPU
+    config: PretrainedConfig | None = None  # of the model, or of a random init
     tokenizer: PreTrainedTokenizerBase | None = None
     train: Dataset | IterableDataset | None = None
-    evaluated: Mapping[str, Any] = field(default_factory=dict)
-    collator: Collator | None = None
+    evaluated: Mapping[str, Any] = field(default_factory=dict)  # held-out records, by the names of their sets
+    collator: Collator | None = None  # it has made samples of `train` and `evaluated` already
     compute_loss: Callable[..., Any] | None = None
     compute_metrics: Callable[..., Any] | None = None
 
     def weights(self, whole: PreTrainedModel) -> Source | None:
         """The source of the given model's weights, under the names of ``whole``; None: no model is given.
 
-        Raises:
-            UserError: the model isn't the one that its config makes.
+        Raises UserError if the model isn't the one that its config makes.
         """
         if self.model is None:
             return None
@@ -88,8 +80,7 @@ def resolve(
 ) -> tuple[TrainingArguments, RunInputs]:
     """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs.
 
-    Raises:
-        UserError: names an object of a kind that can't be trained with.
+    Raises UserError for an object of a kind that can't be trained with.
     """
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
     options: dict[str, Any] = {}
@@ -123,7 +114,11 @@ def resolve(
             instead="processing_class=AutoTokenizer.from_pretrained(…); or model= as a hub id or folder, with its own",
         )
     if peft_config is not None:
-        args = replace(args, **_adapter(peft_config, args, found))
+        if not callable(getattr(peft_config, "to_dict", None)) or getattr(peft_config, "peft_type", None) != "LORA":
+            raise _kind("peft_config", peft_config, "a peft.LoraConfig")
+        written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
+        facts = facts_of(found.config or load_config(args.model, written))
+        args = replace(args, **options_of(peft_config.to_dict(), facts.model))
     return args, found
 
 
@@ -179,11 +174,7 @@ def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: di
 
 
 def named_sets(what: str, asked: Any) -> dict[str, Any]:
-    """Name → records; a single set has the empty name.
-
-    Raises:
-        UserError: they are no records, or a log entry can't have that name.
-    """
+    """Name → records; a single set has the empty name. UserError for no records, or a name no log entry can have."""
     sets = dict(asked) if isinstance(asked, Mapping) else {"": asked}
     for name, each in sets.items():
         check_records(what, each)
@@ -216,13 +207,6 @@ def _described(records: Records) -> str:
     if isinstance(records, Dataset):
         return f"a Dataset of {len(records)} records"
     return "an IterableDataset" if isinstance(records, IterableDataset) else os.fspath(records)
-
-
-def _adapter(config: Any, args: TrainingArguments, given: RunInputs) -> dict[str, Any]:
-    if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
-        raise _kind("peft_config", config, "a peft.LoraConfig")
-    recipe = given.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
-    return options_of(config.to_dict(), facts_of(given.config or load_config(args.model, recipe)).model)
 
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:

@@ -61,11 +61,7 @@ class Job:
         recipe: Recipe | None = None,
         config: PretrainedConfig | None = None,
     ) -> Job:
-        """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs, if given.
-
-        Raises:
-            UserError: as the class; no such recipe or model.
-        """
+        """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs; raises as the class."""
         settings = Settings.of(args)
         written = _written_recipe(args, recipe)
         facts = facts_of(config or load_config(args.model, written or UNMADE))
@@ -136,11 +132,7 @@ class Job:
 
     @property
     def unused(self) -> tuple[frozenset[str], str | None]:
-        """Names of the parameters that take no part in the loss; and, if that can't be told, why.
-
-        Raises:
-            UserError: none takes part.
-        """
+        """Names of the parameters with no part in the loss, and why, if that can't be told; UserError if it is all."""
         return unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
 
     @functools.cached_property

@@ -53,8 +53,6 @@ from shardwright.xla.stop_requests import StopRequests
 class TrainingLoop:
     """Trains one causal language model.
 
-    The constructor refuses unfit data or an unfit checkpoint before a weight is placed.
-
     Args:
         source: the starting weights, under the names of ``job.facts.whole``; default: a random init from the seed.
         resume: the checkpoint to go on from, under whatever recipe and mesh it was saved.
@@ -65,8 +63,8 @@ class TrainingLoop:
         lock: the output folder's, where the caller holds it already; else :meth:`train` takes it.
 
     Raises:
-        UserError: the job is for another number of devices, the rows don't fill a batch, or the checkpoint is another
-            model's or of other data.
+        UserError: before a weight is placed: the job is for another number of devices, the rows don't fill a batch, or
+            the checkpoint is another model's or of other data.
     """
 
     def __init__(

@@ -133,8 +133,7 @@ def train(
 ) -> TrainingLoop:
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
-    Args:
-        restarts: what this process's supervisor told it; None: it has none, and can't begin anew.
+    ``restarts`` is what this process's supervisor told it; without one it can't begin anew.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
@@ -190,10 +189,7 @@ def prepare(
     """Refuse what can be, cheapest first.
 
     Until the end no device is opened, and nothing is written but what a run had staged and not yet copied to the output
-    folder. If the run ``writes``, its output folder must be free.
-
-    Raises:
-        UserError: anything in the arguments, the recipe or the model that can't be.
+    folder. If the run ``writes``, its output folder must be free. Raises UserError.
     """
     args.check_beside(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
     check_limit(args.max_restarts, restarts)

@@ -71,11 +71,7 @@ class RunLog:
         self.event("on_log", logs=logs)
 
     def steps(self, learning_rate: float) -> None:
-        """Reads and logs the metrics of the steps since the last such entry, if any.
-
-        Raises:
-            UserError: the loss became NaN or infinite.
-        """
+        """Reads and logs the metrics of the steps since the last such entry; UserError for one that ended the run."""
         if self.state.global_step != self._last:
             metrics, now = self._step.read_metrics(), time.perf_counter()
             logs = self._entry(metrics, learning_rate, now - self._clock)

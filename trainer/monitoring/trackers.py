@@ -19,8 +19,7 @@ from shardwright.report.lines import say
 class Tracker(TrainerCallback):
     """Wraps an observing callback, such as one of transformers' integrations, and calls it until it fails.
 
-    A failure before the first step (no key, no server) ends the run; nothing is lost yet. A later one is reported, and
-    the callback is not called again.
+    A failure before the first step (no key, no server) ends the run; nothing is lost yet. A later one is reported.
     """
 
     def __init__(self, name: str, callback: TrainerCallback, console: Console) -> None:
@@ -52,8 +51,7 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
 def open_trackers(asked: str, console: Console) -> list[Tracker]:
     """A tracker for each name in ``asked`` (``none``, or names with commas between them).
 
-    Raises:
-        UserError: no integration of transformers has that name, or its package is not installed.
+    Raises UserError if no integration of transformers has that name, or its package is not installed.
     """
     names = [] if asked == "none" else [name.strip() for name in asked.split(",")]
     for name in names:

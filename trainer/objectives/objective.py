@@ -28,24 +28,16 @@ _REFERENCE = {
 
 @dataclass(frozen=True)
 class RecordShape:
-    """The columns of a kind of record.
-
-    Args:
-        required: the columns that it is known by.
-        trained: the tokens that the loss is on, in words.
-        answers: the columns, strings or messages, that each answer the record's prompt. Each becomes a segment of its
-            own, and those of a record lie side by side in a row, in this order.
-        unit: the word for one sample of it.
-        words: the columns as an error names them; empty: the required ones.
-    """
+    """The columns of a kind of record."""
 
     name: str
-    required: tuple[str, ...]
+    required: tuple[str, ...]  # it is known by these
     optional: tuple[str, ...] = ()
-    trained: str = "every token"
+    trained: str = "every token"  # the tokens that the loss is on, in words
+    # strings or messages that each answer the prompt: each a segment, side by side in a row, in this order
     answers: tuple[str, ...] = ()
-    unit: str = "sample"
-    words: str = ""
+    unit: str = "sample"  # the word for one of it
+    words: str = ""  # the columns as an error names them; empty: the required ones
 
     @property
     def is_text(self) -> bool:
@@ -78,15 +70,12 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Number:
-    """An option that only some objectives have; those that share a name share the number.
-
-    ``why`` says what kind of number it is to a value that does not fit.
-    """
+    """An option that only some objectives have; those that share a name share the number."""
 
     default: float
     help: str
     fits: Callable[[float], bool]
-    why: str
+    why: str  # what kind of number it is, for a value that does not fit
 
 
 class Objective:

@@ -108,8 +108,7 @@ def with_remat(job: Job, remat: str | float) -> Job:
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
     """Cache that ``job``, whose recipe says ``auto``, fits ``chip`` with ``share``; and which of ``values`` that keeps.
 
-    Raises:
-        UserError: the cache can't be written.
+    Raises UserError if the cache can't be written.
     """
     path = _path(job, chip)
     path.parent.mkdir(exist_ok=True)

@@ -103,8 +103,7 @@ def _is_target(predictions: Predictions) -> torch.Tensor:
 def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
     """The names of the metrics of ``compute``, found by a call with meta tensors.
 
-    Raises:
-        UserError: it returns something else than name → (sum, count), or needs values while it is traced.
+    Raises UserError if it returns something else than name → (sum, count), or needs values while it is traced.
     """
     labels = torch.full((rows, length), IGNORE, device="meta")
     try:

@@ -22,19 +22,15 @@ from shardwright.xla.batch import place_batch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and metrics of held-out rows; NaN if there is nothing to evaluate.
+    """Loss and metrics of held-out rows; NaN if there is nothing to evaluate."""
 
-    Args:
-        loss: the objective's, without the auxiliary loss: the mean cross entropy over the scored targets, in nats a
-            token, or the mean of a user's own loss function.
-        means: further metrics by name: ``accuracy`` (the share of scored targets that no other token was given a higher
-            score than) and a user's own, or the values that the objective logs.
-        is_entropy: whether the loss is the cross entropy, and so has a perplexity.
-    """
-
+    # without the auxiliary loss: the mean cross entropy of the scored targets, in nats a token, or the mean of a user's
+    # own loss function, or the objective's
     loss: float
+    # `accuracy` (the share of scored targets that no other token was given a higher score than) and a user's own
+    # metrics, or the values that the objective logs
     means: Mapping[str, float]
-    is_entropy: bool = True
+    is_entropy: bool = True  # whether the loss is the cross entropy, and so has a perplexity
 
     @property
     def perplexity(self) -> float:

@@ -21,22 +21,18 @@ from shardwright.xla.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of a model, and the selection biases of their routers.
-
-    Args:
-        experts: name of each experts module, in the model's own names and order → its number of experts.
-        stacks: the same modules as they run: name → the own names of those that it stacks, or its own.
-        order: the index of each number of :meth:`shares` when stack follows stack, placed; None: they are in order.
-        biases: name → (what a router adds to its scores for selection, placed; the name of its experts as they run).
-        rate: how far a bias moves in a step; 0: it stays.
-    """
+    """The experts of a model, and the selection biases of their routers."""
 
     mesh: DeviceMesh
-    experts: Mapping[str, int] = field(default_factory=dict)
-    stacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    order: torch.Tensor | None = None
+    # name of each experts module, in the model's own names and order → its number of experts
+    experts: Mapping[str, int]
+    # the same modules as they run: name → the own names of those that it stacks, or its own
+    stacks: Mapping[str, Sequence[str]]
+    # the index of each number of `shares` when stack follows stack, placed; None: they are in order
+    order: torch.Tensor | None
+    # name → (what a router adds to its scores for selection, placed; the name of its experts as they run)
     biases: Mapping[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
-    rate: float = 0.0
+    rate: float = 0.0  # how far a bias moves in a step; 0: it stays
 
     @property
     def size(self) -> int:

@@ -21,21 +21,15 @@ _LEAST = 0.01  # of the median, so that a loss that hardly moves does not spike 
 
 
 class Spike(NamedTuple):
-    """The last spike, and how many there were.
+    """The last spike, and how many there were."""
 
-    Args:
-        step: its number; 0: there was none.
-        skipped: steps of the whole run whose update was left out.
-        in_a_row: spikes without a good step between them, up to the last step.
-    """
-
-    step: int
+    step: int  # 0: there was none
     loss: float
     loss_limit: float
     grad_norm: float
     grad_norm_limit: float
-    skipped: int
-    in_a_row: int
+    skipped: int  # steps of the whole run whose update was left out
+    in_a_row: int  # spikes without a good step between them, up to the last step
 
 
 _FIELDS = ("seen", *Spike._fields)  # the numbers of a state, before the window; first the count of good steps
@@ -45,17 +39,11 @@ _LAST = slice(_SEEN + 1, _SKIPPED)  # the last spike
 
 @dataclass(frozen=True)
 class SpikeWatch:
-    """Finds spikes, as a pure function of a state of :attr:`size` numbers, zeros at first.
+    """Finds spikes, as a pure function of a state of :attr:`size` numbers, zeros at first."""
 
-    Args:
-        window: good steps that a step is compared with; none is a spike before there were as many.
-        threshold: how many times the usual distance from the median a spike is away.
-        skips: a spike's update is left out, and the next step goes on; else the state is held until the host hears.
-    """
-
-    window: int
-    threshold: float
-    skips: bool
+    window: int  # good steps that a step is compared with; none is a spike before there were as many
+    threshold: float  # how many times the usual distance from the median a spike is away
+    skips: bool  # a spike's update is left out, and the next step goes on; else the state is held until the host hears
 
     @property
     def size(self) -> int:
@@ -69,14 +57,14 @@ class SpikeWatch:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Whether a step is a spike, whether it ends the run, and the state [size] after it; all on the device.
 
-        Args:
-            found: the step's number, loss and gradient norm.
-            counts: whether the step can be good: finite, with a scored token, and none before it ended the run.
+        ``counts``: whether it can be good: finite, with a scored token, and none before it ended the run.
         """
         step, loss, norm = found
         seen, skipped, in_a_row = state[_SEEN], state[_SKIPPED], state[_IN_A_ROW]
         windows = state[len(_FIELDS) :].view(2, self.window)
-        limits = self._limits(windows)
+        middle = _median(windows)
+        usual = torch.maximum(_AS_SIGMA * _median((windows - middle.unsqueeze(-1)).abs()), _LEAST * middle.abs())
+        limits = middle + self.threshold * usual
         values = torch.stack([loss, norm])
         spike = counts & (seen >= self.window) & (values > limits).any()
         good, zero = counts & ~spike, torch.zeros_like(seen)
@@ -92,12 +80,6 @@ class SpikeWatch:
         """The last spike in the numbers of a state."""
         step, *values, skipped, in_a_row = state[1 : len(_FIELDS)]
         return Spike(int(step), *values, int(skipped), int(in_a_row))
-
-    def _limits(self, windows: torch.Tensor) -> torch.Tensor:
-        """The limits of the next step: [..., window] -> [...]."""
-        middle = _median(windows)
-        usual = torch.maximum(_AS_SIGMA * _median((windows - middle.unsqueeze(-1)).abs()), _LEAST * middle.abs())
-        return middle + self.threshold * usual
 
 
 def _median(values: torch.Tensor) -> torch.Tensor:

@@ -48,13 +48,11 @@ class StepMetrics:
 
 
 class MetricsLayout:
-    """The place of each number.
+    """The place of each number: ``slots`` has it by name.
 
-    Attributes:
-        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``, the objective's.
-        slots: name → its numbers. Behind those of ``names`` stand ``expert_shares`` (`Routing.shares`),
-            ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered`` is all up
-            to the shares, which begins anew with a reading.
+    First stand ``names``, a number each: :data:`METRICS`, and ``logged``, the objective's; then ``expert_shares``
+    (`Routing.shares`), ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered``
+    is all up to the shares, which begins anew with a reading.
     """
 
     def __init__(self, logged: tuple[str, ...], routing: Routing, spikes: SpikeWatch | None) -> None:
