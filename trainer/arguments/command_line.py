@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
 from shardwright.arguments.option_values import kind_of
@@ -85,25 +85,20 @@ def parse(
 
 
 def options_parser(kinds: Sequence[Any], description: str | None = None, epilog: str | None = None) -> Parser:
-    """A parser with an option for each field of the dataclasses ``kinds``."""
+    """A parser with an option for each field of the dataclasses ``kinds``; one that is True also has ``--no_…``."""
     parser = Parser(description, epilog=epilog, formatter_class=_Help)
-    for kind in kinds:
-        hints = get_type_hints(kind)
-        for each in fields(kind):
-            _add_option(parser, each, hints[each.name])
+    for group in kinds:
+        hints = get_type_hints(group)
+        for each in fields(group):
+            kind, text = kind_of(hints[each.name])[0], each.metadata["help"]
+            more: dict[str, Any] = {"required": True} if each.default is MISSING else {"default": each.default}
+            if kind is bool and each.default is not None:  # it takes a word or none
+                more |= {"nargs": "?", "const": True}
+            parser.add_argument(*_spellings(each.name), type=_truth if kind is bool else kind, help=text, **more)
+            if each.default is True:
+                no = _spellings(f"no_{each.name}")
+                parser.add_argument(*no, action="store_false", dest=each.name, default=False, help=text)
     return parser
-
-
-def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
-    """A bool takes a word or none, and one with default True also has ``--no_…``."""
-    kind, text = kind_of(hint)[0], field.metadata["help"]
-    more: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
-    if kind is bool and field.default is not None:
-        more |= {"nargs": "?", "const": True}
-    parser.add_argument(*_spellings(field.name), type=_truth if kind is bool else kind, help=text, **more)
-    if field.default is True:
-        no = _spellings(f"no_{field.name}")
-        parser.add_argument(*no, action="store_false", dest=field.name, default=False, help=text)
 
 
 def _spellings(name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
@@ -79,31 +80,26 @@ class OptimizerArguments(Checked):
     @property
     def optimizer_numbers(self) -> dict[str, Any]:
         """The numbers that only this optimizer has, by name; UserError for a bad one in ``optim_args``."""
-        known = {number.name: number for number in _numbers(self.optim)}
+        known, instead = {number.name: number for number in _numbers(self.optim)}, f"--optim_args {_shown(self.optim)}"
+        refused = functools.partial(
+            UserError,
+            asked=f"--optim_args {self.optim_args!s:.200} with --optim {self.optim}",
+            why="they are name=value, with commas between, of the numbers that this optimizer has",
+        )
         numbers = {name: number.default for name, number in known.items()}
         for part in [] if self.optim_args is None else self.optim_args.split(","):
             name, _, text = (word.strip() for word in part.partition("="))
             if name not in known:
-                raise self._refused(
-                    f"{name!r:.80} is none of {self.optim}'s numbers",
-                    f"{did_you_mean(name, list(known))}one of {', '.join(known)}"
-                    if known
-                    else "no --optim_args; AdamW's numbers are --adam_beta1, --adam_beta2 and --adam_epsilon",
-                )
+                instead = "no --optim_args; AdamW's numbers are --adam_beta1, --adam_beta2 and --adam_epsilon"
+                if known:
+                    instead = f"{did_you_mean(name, list(known))}one of {', '.join(known)}"
+                raise refused(found=f"{name!r:.80} is none of {self.optim}'s numbers", instead=instead)
             try:
                 kind = type(known[name].default)
                 numbers[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
             except (KeyError, ValueError):
-                raise self._refused(f"{name} is {text!r:.80}", f"--optim_args {_shown(self.optim)}") from None
+                raise refused(found=f"{name} is {text!r:.80}", instead=instead) from None
             if not fits(known[name], numbers[name]):
                 found = f"{name} is {numbers[name]}, where it is {range_text(known[name])}"
-                raise self._refused(found, f"--optim_args {_shown(self.optim)}")
+                raise refused(found=found, instead=instead)
         return numbers
-
-    def _refused(self, found: str, instead: str) -> UserError:
-        return UserError(
-            asked=f"--optim_args {self.optim_args:.200} with --optim {self.optim}",
-            found=found,
-            why="they are name=value, with commas between, of the numbers that this optimizer has",
-            instead=instead,
-        )

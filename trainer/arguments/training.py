@@ -76,18 +76,13 @@ class TrainingArguments(
         self.check_data()
         self.check_adapter()
         self.check_objective()
-        split = self.overflow == "split" and "split"
-        self.check_beside(
-            text_column=self.text_column, train_on_prompt=self.train_on_prompt, overflow=split, streaming=self.streaming
-        )
+        given = {name: getattr(self, name) for name in ("text_column", "train_on_prompt", "streaming")}
+        self.check_beside(**given, overflow=self.overflow == "split" and "split")
         self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart
-        sizes, others = (
-            ("per_device_train_batch_size", "gradient_accumulation_steps"),
-            ("warmup_steps", "max_grad_norm"),
-        )
-        routers = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
+        sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
         self.at_least(1, "it counts something that a run needs one of", *sizes)
-        self.at_least(0, "it can't be negative", *routers, *others)
+        routers = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
+        self.at_least(0, "it can't be negative", *routers, "warmup_steps", "max_grad_norm")
         self.check_optimizer()
         self.check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
         self.choose("router_balance", ["sequence", "batch"])
