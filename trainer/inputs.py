@@ -17,9 +17,8 @@ from shardwright.errors import UserError
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
+from shardwright.model import lora_options, meta_model
 from shardwright.model.facts import facts_of
-from shardwright.model.lora_options import options_of
-from shardwright.model.meta_model import load_config
 from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
@@ -117,8 +116,8 @@ def resolve(
         if not callable(getattr(peft_config, "to_dict", None)) or getattr(peft_config, "peft_type", None) != "LORA":
             raise _kind("peft_config", peft_config, "a peft.LoraConfig")
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
-        facts = facts_of(found.config or load_config(args.model, written))
-        args = replace(args, **options_of(peft_config.to_dict(), facts.model))
+        facts = facts_of(found.config or meta_model.load_config(args.model, written))
+        args = replace(args, **lora_options.options_of(peft_config.to_dict(), facts.model))
     return args, found
 
 

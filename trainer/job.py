@@ -23,12 +23,8 @@ from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.model import lora_options
-from shardwright.model.assembly import assembled
+from shardwright.model import assembly, lora_options, meta_model, model_checks, unused_parameters
 from shardwright.model.facts import ModelFacts, facts_of
-from shardwright.model.meta_model import load_config
-from shardwright.model.model_checks import attention_of, check_model
-from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
@@ -64,14 +60,14 @@ class Job:
         """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs; raises as the class."""
         settings = Settings.of(args)
         written = _written_recipe(args, recipe)
-        facts = facts_of(config or load_config(args.model, written or UNMADE))
+        facts = facts_of(config or meta_model.load_config(args.model, written or UNMADE))
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
-        check_model(written or _made_recipe(args, facts), settings, facts)
+        model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
         return cls(written or _made_recipe(args, facts, devices), settings, devices, facts)
 
     def __post_init__(self) -> None:
-        check_model(self.recipe, self.args, self.facts)
+        model_checks.check_model(self.recipe, self.args, self.facts)
         _ = self.stored
         _check_dropless(self)
         if self.lora is not None:
@@ -105,12 +101,12 @@ class Job:
     def _assembled(self) -> tuple[PreTrainedModel, str]:
         """:attr:`assembled`, and why its layers run one by one although the recipe scans them."""
         compute, why = self.recipe.compute, ""
-        chosen = self.lora, attention_of(self.recipe, self.args, self.facts), compute.experts
+        chosen = self.lora, model_checks.attention_of(self.recipe, self.args, self.facts), compute.experts
         if compute.scan:
-            stacked, why = assembled(self.facts, *chosen, "stacked")
+            stacked, why = assembly.assembled(self.facts, *chosen, "stacked")
             if not why or compute.remat == "none":
                 return stacked, why
-        return assembled(self.facts, *chosen, "plain" if compute.remat == "none" else "wrapped")[0], why
+        return assembly.assembled(self.facts, *chosen, "plain" if compute.remat == "none" else "wrapped")[0], why
 
     @property
     def assembled(self) -> PreTrainedModel:
@@ -133,7 +129,7 @@ class Job:
     @property
     def unused(self) -> tuple[frozenset[str], str | None]:
         """Names of the parameters with no part in the loss, and why, if that can't be told; UserError if it is all."""
-        return unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
+        return unused_parameters.unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
 
     @functools.cached_property
     def untrained(self) -> frozenset[str]:

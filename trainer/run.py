@@ -37,13 +37,11 @@ from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.trackers import open_trackers
 from shardwright.report.lines import say, waiting
-from shardwright.step.auto_remat import answer, is_auto, with_remat
-from shardwright.step.train_step import let_go
+from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
 from shardwright.weights.weight_sources import Source, has_weights
-from shardwright.xla.device_mesh import check_mesh
-from shardwright.xla.runtime import chip, device_count, init_runtime
+from shardwright.xla import device_mesh, runtime
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Start:
             if self.rollbacks.back is before:
                 raise
             say(self.console, f"spike:   {self.rollbacks.why}")
-            let_go(loop.trained.model, loop.train_step)
+            train_step.let_go(loop.trained.model, loop.train_step)
             return False
         return True
 
@@ -194,20 +192,20 @@ def prepare(
     args.check_beside(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
     check_limit(args.max_restarts, restarts)
     trackers = open_trackers(args.report_to, console)
-    job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
+    job = Job.resolve(args, runtime.device_count, recipe=given.recipe, config=given.config)
     console.quiet = console.quiet or not hosts().first
     if hosts().first:
         callbacks = [*callbacks, *trackers]
     with hosts().answerable():
         if hosts().several:
             hosts().check_same(job.fingerprint())
-        if is_auto(job):
-            known = chip()
-            policy, why, kept = hosts().once(lambda: answer(job, known.name if known else ""))
+        if auto_remat.is_auto(job):
+            known = runtime.chip()
+            policy, why, kept = hosts().once(lambda: auto_remat.answer(job, known.name if known else ""))
             say(console, f"remat:   {policy} ({why})")
             for value in kept:
                 say(console, f"         kept: {value} a chip")
-            job = with_remat(job, policy)
+            job = auto_remat.with_remat(job, policy)
         return hosts().together(lambda: _prepared(job, given, callbacks, console, writes, restarts))
 
 
@@ -215,7 +213,7 @@ def _prepared(
     job: Job, given: RunInputs, callbacks: TrainerCallbacks, console: Console, writes: bool, restarts: Restarts | None
 ) -> Start:
     """The checks once the number of devices is known; every host of the job makes them."""
-    check_mesh(job.recipe.mesh)
+    device_mesh.check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
     if job.args.sample_prompts is not None:
@@ -289,7 +287,7 @@ def _load_data(start: Start, console: Console) -> Corpus:
 
 
 def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
-    say(console, f"devices: {init_runtime()}")
+    say(console, f"devices: {runtime.init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:

@@ -29,14 +29,10 @@ from shardwright.models.layers.decoder_layers import DecoderLayers, number_layer
 from shardwright.models.mixers import bind as mixers
 from shardwright.models.ops import jax_call, kernel_cost, scopes
 from shardwright.models.ops.partial_gradients import SUFFIX
+from shardwright.step import eval_step, gradient_reduction, prepare_parameters, router_load, split_rows
 from shardwright.step.eval_metrics import Measures
-from shardwright.step.eval_step import EvalStep, ObjectiveEvalStep
-from shardwright.step.gradient_reduction import partial_gradients_of
 from shardwright.step.loss import Loss, LossFunction
 from shardwright.step.placed_model import PlacedModel
-from shardwright.step.prepare_parameters import Prepare
-from shardwright.step.router_load import router_losses, watch_routing
-from shardwright.step.split_rows import RowPieces
 from shardwright.weights.place import place_parameters
 from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
@@ -52,9 +48,9 @@ def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction |
     return PlacedModel(job, mesh, model, parameters, loss_of(job, model, mesh, loss))
 
 
-def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> EvalStep:
+def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> eval_step.EvalStep:
     """``measures`` apply only where the loss is that of tokens."""
-    return ObjectiveEvalStep(placed) if placed.loss.objective.parts else EvalStep(placed, measures)
+    return eval_step.ObjectiveEvalStep(placed) if placed.loss.objective.parts else eval_step.EvalStep(placed, measures)
 
 
 def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
@@ -86,7 +82,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     heads = tuple(axis for axis in plan.mesh if axis not in (*plan.batch, SEQUENCE))
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order, plan.sequence))
     mixers.bind(model)
-    watch_routing(job, model, mesh)
+    router_load.watch_routing(job, model, mesh)
     compute, names = job.recipe.compute, job.facts.experts
     if compute.experts not in ("capacity", "dropless"):
         return
@@ -124,8 +120,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
     """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
-    partials = partial_gradients_of(job, model, mesh)
-    prepare = Prepare(job, mesh, partials)
+    partials = gradient_reduction.partial_gradients_of(job, model, mesh)
+    prepare = prepare_parameters.Prepare(job, mesh, partials)
     inside: frozenset[str] = frozenset()
     for module in model.modules():
         if isinstance(module, DecoderLayers):
@@ -134,8 +130,8 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    pieces = None if job.plan.sequence is None else RowPieces(mesh, job.plan.batch, job.plan.sequence)
-    goal, routers = job.args.goal, router_losses(job)
+    pieces = None if job.plan.sequence is None else split_rows.RowPieces(mesh, job.plan.batch, job.plan.sequence)
+    goal, routers = job.args.goal, router_load.router_losses(job)
     return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, pieces)
 
 
