@@ -6,7 +6,8 @@ A run on this process's devices and a lowering without any (an abstract mesh) go
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> Pr
     for pattern, layout in activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):
-                module.register_forward_hook(_constrain_output(layout, mesh))
+                module.register_forward_hook(functools.partial(_constrain_output, layout, mesh))
     return model
 
 
@@ -135,13 +136,9 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, pieces)
 
 
-def _constrain_output(layout: Layout, mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:
+def _constrain_output(layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook that lays out a module's output, or the first of its outputs."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        several = isinstance(output, (tuple, list))
-        first = output[0] if several else output
-        placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
-        return type(output)([placed, *output[1:]]) if several else placed
-
-    return hook
+    several = isinstance(output, (tuple, list))
+    first = output[0] if several else output
+    placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
+    return type(output)([placed, *output[1:]]) if several else placed

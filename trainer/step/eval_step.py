@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,33 +57,16 @@ class EvalStep:
 
     def __call__(self, batches: Iterable[Tensors]) -> Evaluation:
         """Evaluate ``batches`` (host tensors of [rows, S]) together."""
-        sums = self.begin()
-
-        def trace(batch: Tensors) -> Tensors:
-            self.trace(batch, sums)
-            return {"sums": sums}
-
-        for batch in batches:
-            self.guard.run(batch, trace)
-        return self._read(sums)
+        return self._evaluated(batches, self.guard, {})
 
     def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
         """Evaluate ``batches``; also the most likely token and the target's log-probability at each position.
 
         Both are [all rows, S]. The graph is another than an evaluation's, compiled once too.
         """
-        sums = self.begin()
-        kept: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-
-        def trace(batch: Tensors) -> Tensors:
-            return {"sums": sums, **dict(zip((IDS, LOG_PROBS), self.trace(batch, sums, values=True), strict=True))}
-
-        for batch in batches:
-            found = self.predict_guard.run(batch, trace)
-            for column, name in zip(kept, (IDS, LOG_PROBS), strict=True):
-                column.append(found[name].cpu().numpy())
-        ids, log_probs = map(np.concatenate, kept)
-        return self._read(sums), ids, log_probs
+        columns: dict[str, list[np.ndarray]] = {IDS: [], LOG_PROBS: []}
+        found = self._evaluated(batches, self.predict_guard, columns)
+        return found, np.concatenate(columns[IDS]), np.concatenate(columns[LOG_PROBS])
 
     @property
     def size(self) -> int:
@@ -93,7 +76,7 @@ class EvalStep:
     def begin(self) -> torch.Tensor:
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
-    def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
+    def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Tensors:
         """Build the graph that adds ``batch`` to ``sums``; with ``values``, returns :meth:`predict`'s tensors."""
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
@@ -101,7 +84,18 @@ class EvalStep:
             added, recorded = self._added(inputs, values)
             sums.copy_(sharding.constrain(sums + added, mesh, (None,)))
             rows = (self.placed.batch_axes or None, None)
-            return [sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS)] if values else []
+            return {name: sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS) if values}
+
+    def _evaluated(
+        self, batches: Iterable[Tensors], guard: CompileGuard, columns: Mapping[str, list[np.ndarray]]
+    ) -> Evaluation:
+        """Evaluate ``batches`` together; ``columns`` get the values of each, if any are named."""
+        sums = self.begin()
+        for batch in batches:
+            found = guard.run(batch, lambda batch: {"sums": sums, **self.trace(batch, sums, values=bool(columns))})
+            for name, column in columns.items():
+                column.append(found[name].cpu().numpy())
+        return self._read(sums)
 
     def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
         """The placed ``batch``'s addition to the sums; all records by name, with each token's ``values``."""

@@ -7,6 +7,7 @@ kept, although the host hears of it only at the next logging step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class TrainStep:
         self.routing, self.spikes = make_routing(placed), spike_watch(args)
         self.accumulation, self.seed = args.gradient_accumulation_steps, args.seed
         self.max_grad_norm, self._moment_dtype = args.max_grad_norm, args.state_dtypes["optimizer_dtype"]
-        restored = restored and _with_zeros(job, restored)
+        restored = restored and functools.partial(_restored_or_zeros, job, restored)
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
         # By parameter, in the order of `optimizer.state`, such as AdamW's two moments.
@@ -303,24 +304,20 @@ def let_go(model: nn.Module, step: TrainStep) -> None:
     step.moments.clear()
 
 
-def _with_zeros(job: Job, restored: Source) -> Source:
-    """``restored``, with zeros for missing optimizer state: parameters outside the loss when saved had none."""
-
-    def source(name: str) -> Array:
-        parameter, _, moment = name.partition(" ")
-        members, layers = job.stored.members(parameter) if moment else [], []
+def _restored_or_zeros(job: Job, restored: Source, name: str) -> Array:
+    """The restored tensor, or zeros for missing optimizer state: parameters outside the loss when saved had none."""
+    parameter, _, moment = name.partition(" ")
+    members, layers = job.stored.members(parameter) if moment else [], []
+    try:
+        return restored(name)
+    except KeyError:
+        if not members:
+            raise
+    (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
+    for member in members:
         try:
-            return restored(name)
+            layers.append(restored(f"{member} {moment}"))
         except KeyError:
-            if not members:
-                raise
-        (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
-        for member in members:
-            try:
-                layers.append(restored(f"{member} {moment}"))
-            except KeyError:
-                shape = kept.shape if members == [parameter] else kept.shape[1:]
-                layers.append(torch.zeros(()).expand(shape))
-        return layers[0] if members == [parameter] else Stack(layers)
-
-    return source
+            shape = kept.shape if members == [parameter] else kept.shape[1:]
+            layers.append(torch.zeros(()).expand(shape))
+    return layers[0] if members == [parameter] else Stack(layers)
