@@ -66,10 +66,8 @@ def parse(
     The options are those of transformers' ``HfArgumentParser``, whose import would cost most of a second. As there,
     words in the file ``SCRIPT.args`` beside the script come first.
 
-    Args:
-        kinds: dataclasses of :func:`option_values.option`.
-        flags: option → help of options without a value that the caller has already taken out of ``words``; they are
-            only listed by ``--help`` and offered as the nearest.
+    ``flags`` are options without a value, and their help, that the caller has already taken out of ``words``: they are
+    only listed by ``--help`` and offered as the nearest.
     """
     parser = options_parser(kinds, description, epilog)
     for option, text in (flags or {}).items():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import UserError, in_short
 from shardwright.models.ops.labels import IGNORE, targets
@@ -31,13 +32,13 @@ class Predictions(NamedTuple):
         mask: bool [B, S]: where something is scored.
     """
 
-    logits: torch.Tensor
-    labels: torch.Tensor
-    mask: torch.Tensor
+    logits: Tensor
+    labels: Tensor
+    mask: Tensor
 
 
 # name → (sum, count), two 0-d tensors; the metric is the sum of all sums over the sum of all counts
-ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]]
+ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[Tensor, Tensor | int]]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Measures:
     compute: ComputeMetrics | None = None
     names: tuple[str, ...] = ()
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensors:
         """Each measure's sum and count, [2]; of :data:`CORRECT` the sum alone, 0-d."""
         predictions = predictions_of(logits, labels)
         found = {CORRECT: correct_tokens(predictions)}
@@ -64,12 +65,12 @@ def measures_of(compute: ComputeMetrics | None, rows: int, length: int, vocabula
     return Measures(compute, metric_names(compute, rows, length, vocabulary) if compute is not None else ())
 
 
-def predictions_of(logits: torch.Tensor, labels: torch.Tensor) -> Predictions:
+def predictions_of(logits: Tensor, labels: Tensor) -> Predictions:
     targets_BS = targets(labels)
     return Predictions(logits, targets_BS, targets_BS != IGNORE)
 
 
-def correct_tokens(predictions: Predictions) -> torch.Tensor:
+def correct_tokens(predictions: Predictions) -> Tensor:
     """The number of scored targets that have the highest logit; a 0-d float.
 
     It reduces over V alone, which each device does for its part of a split vocabulary; an argmax, or a lookup of the
@@ -80,7 +81,7 @@ def correct_tokens(predictions: Predictions) -> torch.Tensor:
     return ((own_BS >= logits_BSV.amax(-1)) & predictions.mask).to(torch.float32).sum()
 
 
-def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+def token_values(logits: Tensor, labels: Tensor) -> Tensors:
     """For each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
 
     The log-probability is 0 where nothing is scored.
@@ -95,7 +96,7 @@ def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
     return {IDS: ids.to(torch.int32), LOG_PROBS: log_probs}
 
 
-def _is_target(predictions: Predictions) -> torch.Tensor:
+def _is_target(predictions: Predictions) -> Tensor:
     vocabulary = torch.arange(predictions.logits.shape[-1], device=predictions.logits.device)
     return vocabulary == predictions.labels.unsqueeze(-1)
 
@@ -118,13 +119,13 @@ def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: in
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise _refused(f"{name!r} is a {type(pair).__name__}", pair)
         for what, value in zip(("sum", "count"), pair, strict=True):
-            if not (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)):
+            if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)):
                 raise _refused(f"the {what} of {name!r} is a {type(value).__name__}", value)
     return tuple(pairs)
 
 
 def _refused(found: str, value: Any = None) -> UserError:
-    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     return UserError(
         asked="compute_metrics",
         found=found + shape,

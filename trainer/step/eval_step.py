@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import scored_tokens
@@ -73,10 +74,10 @@ class EvalStep:
         """The number of sums: losses, scored targets, hits; and for each metric its sum and count."""
         return 3 + 2 * len(self.measures.names)
 
-    def begin(self) -> torch.Tensor:
+    def begin(self) -> Tensor:
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
-    def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Tensors:
+    def trace(self, batch: Tensors, sums: Tensor, *, values: bool = False) -> Tensors:
         """Build the graph that adds ``batch`` to ``sums``; with ``values``, returns :meth:`predict`'s tensors."""
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
@@ -97,10 +98,10 @@ class EvalStep:
                 column.append(found[name].cpu().numpy())
         return self._read(sums)
 
-    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+    def _added(self, batch: Tensors, values: bool) -> tuple[Tensor, Tensors]:
         """The placed ``batch``'s addition to the sums; all records by name, with each token's ``values``."""
 
-        def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        def measure(logits: Tensor, labels: Tensor) -> Tensors:
             return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}
 
         scored = scored_tokens(batch["labels"])
@@ -112,7 +113,7 @@ class EvalStep:
         counted = torch.stack([total, scored, recorded[CORRECT]])
         return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
 
-    def _read(self, sums: torch.Tensor) -> Evaluation:
+    def _read(self, sums: Tensor) -> Evaluation:
         total, tokens, correct, *pairs = sums.cpu().tolist()
         both = zip(self.measures.names, pairs[::2], pairs[1::2], strict=True)
         metrics = {name: value / count if count else math.nan for name, value, count in both}
@@ -133,7 +134,7 @@ class ObjectiveEvalStep(EvalStep):
         """The number of sums: the counts, the parts of the loss, and the logged values."""
         return len(self.objective.parts) + len(self.names)
 
-    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+    def _added(self, batch: Tensors, values: bool) -> tuple[Tensor, Tensors]:
         if values:
             raise UserError(
                 asked=f"predictions with the objective {self.objective.title}",
@@ -145,7 +146,7 @@ class ObjectiveEvalStep(EvalStep):
         _, recorded = self.loss(self.placed.parameters, batch, torch.ones_like(counts), training=False)
         return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
 
-    def _read(self, sums: torch.Tensor) -> Evaluation:
+    def _read(self, sums: Tensor) -> Evaluation:
         values, parts = sums.cpu().tolist(), len(self.objective.parts)
         counts, losses, logged = values[:parts], values[parts : 2 * parts], values[2 * parts :]
         count = counts[0] or math.nan

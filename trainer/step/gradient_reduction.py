@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwright.job import Job
@@ -103,17 +104,17 @@ class PartialGradient:
             ),
         )
 
-    def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+    def zeros(self, parameter: Tensor) -> Tensor:
         """Zeros of the shape of the stored ``parameter`` with the batch shards inserted."""
         shape = (*parameter.shape[: self.dim], self.shards, *parameter.shape[self.dim :])
         return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
-    def total(self, gradient: torch.Tensor) -> torch.Tensor:
+    def total(self, gradient: Tensor) -> Tensor:
         """The sum over batch shards, laid out as the parameter."""
         total = partial_gradients.total(sharding.constrain(gradient, self.mesh, self.spec), self.sum)
         return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+    def leaf(self, parameter: Tensor) -> Tensor:
         """A tensor [shards, *shape], never read, whose gradient sums to that of one layer's ``parameter``."""
         return _Leaf.apply(parameter, self)
 
@@ -123,12 +124,12 @@ class PartialGradient:
 
 class _Leaf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parameter: torch.Tensor, partial: PartialGradient) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx, parameter: Tensor, partial: PartialGradient) -> Tensor:  # type: ignore[override]
         ctx.partial = partial
         return parameter.unsqueeze(0).expand(partial.shards, *parameter.shape)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
         return ctx.partial.total(gradient), None
 
 

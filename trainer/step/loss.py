@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -28,7 +29,7 @@ from shardwright.step.split_rows import RowPieces
 
 CORRECT = "correct_tokens"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
-LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class _HeadInUse(Exception):
@@ -37,35 +38,20 @@ class _HeadInUse(Exception):
 
 @dataclass(eq=False)
 class Loss:
-    """The model's loss on one micro-batch.
-
-    Args:
-        prepare: parameters → tensors for the forward, by name. It is called for the parameters outside the layer stack;
-            the stack prepares its own.
-        inside: names of the parameters that the layer stack prepares.
-        partials: name → partial gradient, for parameters whose gradient is reduced once a step.
-        router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
-        router_losses: further losses of the routers that :func:`shardwright.models.experts.routing.watch` watches.
-        compute: the caller's own loss, in place of the model's; traced too.
-        objective: a loss of its own replaces the mean cross entropy.
-        pieces: how the tokens of a row lie on the devices that share it; None: each device has whole rows.
-
-    Attributes:
-        draws: whether the model has drawn random numbers in training so far.
-    """
+    """The model's loss on one micro-batch."""
 
     model: PreTrainedModel
-    prepare: Callable[[Tensors], Tensors]
-    inside: frozenset[str]
-    partials: Mapping[str, PartialGradient]
-    router_loss: bool
-    objective: Objective
-    router_losses: RouterLosses
-    compute: LossFunction | None
-    pieces: RowPieces | None
+    prepare: Callable[[Tensors], Tensors]  # parameters → tensors for the forward, by name, outside the layer stack
+    inside: frozenset[str]  # names of the parameters that the layer stack prepares by itself
+    partials: Mapping[str, PartialGradient]  # by name, for parameters whose gradient is reduced once a step
+    router_loss: bool  # add the model's own load-balancing loss (`router_aux_loss_coef`) while training
+    objective: Objective  # a loss of its own replaces the mean cross entropy
+    router_losses: RouterLosses  # further losses of the routers that `models.experts.routing.watch` watches
+    compute: LossFunction | None  # the caller's own loss, in place of the model's; traced too
+    pieces: RowPieces | None  # how the tokens of a row lie on the devices that share it; None: they have whole rows
 
     def __post_init__(self) -> None:
-        self.draws = False
+        self.draws = False  # whether the model has drawn random numbers in training so far
         self._plain_head = True  # False once the model is seen to use the logits for more than the loss
         self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
 
@@ -73,26 +59,24 @@ class Loss:
         self,
         parameters: Tensors,
         batch: Tensors,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         *,
         training: bool,
-        random_key: torch.Tensor | None = None,
-        measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
+        random_key: Tensor | None = None,
+        measure: Callable[[Tensor, Tensor], Tensors] | None = None,
         by_counts: bool = False,
-    ) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and logged values by name: router losses, the experts' load, and the objective's.
+    ) -> tuple[Tensor, Tensors]:
+        """The loss of tensors [rows, S], and logged values: router losses, the experts' load, and the objective's.
 
         Args:
             parameters: the leaves of the partial gradients that are wanted, too.
-            batch: name → tensor [rows, S].
             tokens: the objective's counts, by which the parts of the loss are divided.
             random_key: the source of all random numbers; None: nothing may be random.
             measure: (logits, labels) → further values to log, by name.
             by_counts: ``measure`` is wanted for :data:`CORRECT` alone, which needs no logits.
 
-        Raises:
-            UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
-                loss returns no 0-d float tensor.
+        Raises UserError if the model draws random numbers in a way that can't be made a function of a key, or the
+        caller's loss returns no 0-d float tensor.
         """
         length, whole = batch["input_ids"].shape[1], batch
         batch = {name: tensor for name, tensor in batch.items() if name not in self.objective.columns}
@@ -109,9 +93,9 @@ class Loss:
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
-        measured, counted = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        measured, counted = dict[str, Tensor](), dict[str, Tensor]()
 
-        def forward() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        def forward() -> tuple[Any, dict[str, list[Tensor]]]:
             with self._with_objective(whole, tokens, measured):
                 return self._forward(parameters, inputs, real, random_key, training=training)
 
@@ -129,7 +113,7 @@ class Loss:
         loss = loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
-    def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> Tensor:
         """The logits [rows, S, V] in evaluation of inputs such as ``input_ids`` [rows, S]; raises as a call."""
         pieces, length = self.pieces, inputs["input_ids"].shape[1]
         given = dict(inputs) if pieces is None else pieces.inputs(inputs, length)
@@ -140,11 +124,11 @@ class Loss:
         self,
         parameters: Tensors,
         inputs: dict[str, Any],
-        real: torch.Tensor | None,
-        random_key: torch.Tensor | None,
+        real: Tensor | None,
+        random_key: Tensor | None,
         *,
         training: bool,
-    ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+    ) -> tuple[Any, dict[str, list[Tensor]]]:
         """The model's output, and by name what its modules recorded; the first time, checked to draw from the key."""
         self.model.train(training)
         inside = {name: parameter for name, parameter in parameters.items() if name in self.inside}
@@ -183,11 +167,11 @@ class Loss:
         self._known.add(training)
         return found
 
-    def _own(self, output: Any, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _own(self, output: Any, labels: Tensor, tokens: Tensor) -> Tensor:
         assert self.compute is not None
         loss = self.compute(output, labels, tokens)
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
-            shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else ""
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else ""
             raise UserError(
                 asked="compute_loss_func(outputs, labels, num_items_in_batch)",
                 found=f"it returned a {type(loss).__name__}{shape}",
@@ -198,7 +182,7 @@ class Loss:
         return loss
 
     @contextlib.contextmanager
-    def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
+    def _with_objective(self, batch: Tensors, counts: Tensor, measured: Tensors) -> Iterator[None]:
         """Inside, the model computes the objective in place of the loss of tokens, and adds its router loss as ever.
 
         With rows in pieces the loss of tokens is replaced too: its labels are targets. The objective's values go to
@@ -210,7 +194,7 @@ class Loss:
             return
         own = self.model.loss_function
 
-        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             nonlocal calls
             calls += 1
             if not objective.parts:
@@ -243,14 +227,14 @@ class Loss:
         if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
             return forward()
         assert isinstance(head, torch.nn.Linear)  # checked just above; for mypy
-        own, pieces, given = self.model.loss_function, self.pieces, list[torch.Tensor]()
+        own, pieces, given = self.model.loss_function, self.pieces, list[Tensor]()
 
-        def keep(hidden: torch.Tensor) -> torch.Tensor:
+        def keep(hidden: Tensor) -> Tensor:
             given.append(hidden)
             return hidden
 
         # semi-private: the arguments of the loss, transformers/loss/loss_utils.py, transformers 5.23
-        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             tokens = kwargs.get("num_items_in_batch")
             if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
                 raise _HeadInUse
@@ -269,7 +253,7 @@ class Loss:
 
 
 @contextlib.contextmanager
-def _loss_function(model: PreTrainedModel, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
+def _loss_function(model: PreTrainedModel, loss: Callable[..., Tensor]) -> Iterator[None]:
     # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
     before = model.__dict__.get("_loss_function")
     model.loss_function = loss
@@ -281,7 +265,7 @@ def _loss_function(model: PreTrainedModel, loss: Callable[..., torch.Tensor]) ->
             model.loss_function = before
 
 
-def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
+def _real_tokens(batch: Tensors, *, always: bool) -> Tensor | None:
     """1 for a token and 0 for padding, [rows, S]; None if ``batch`` has no padding, unless ``always``."""
     if "segment_ids" in batch:
         return (batch["segment_ids"] > 0).to(torch.float32)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from shardwright.arguments.training import TrainingArguments
@@ -34,14 +34,8 @@ class ParameterUpdates:
     decay: frozenset[str]  # names of the parameters that it applies to
 
     def update(
-        self,
-        name: str,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        learning_rate: torch.Tensor,
-        step: torch.Tensor,
-    ) -> tuple[torch.Tensor, State]:
+        self, name: str, parameter: Tensor, gradient: Tensor, state: State, learning_rate: Tensor, step: Tensor
+    ) -> tuple[Tensor, State]:
         """The parameter and its state after update number ``step`` (from 1), computed and returned in float32."""
         parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
         decay, layout = self.weight_decay if name in self.decay else 0.0, self.layouts[name]
@@ -63,17 +57,17 @@ def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, 
 
 
 def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
-    def constrain(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def constrain(tensor: Tensor, axes: Axes) -> Tensor:
         return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
 
     return OnMesh(mesh.shape(), tuple(axes_of(entry) for entry in spec), stacked, constrain)
 
 
-def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients as if they were one vector, in fp32; a 0-d tensor."""
     return torch.sqrt(torch.stack([gradient.float().pow(2).sum() for gradient in gradients]).sum())
 
 
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that brings gradients of norm ``norm`` to at most ``max_norm``, as `clip_grad_norm_` computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwright.job import Job
@@ -29,16 +30,16 @@ class Routing:
     # the same modules as they run: name → the own names of those that it stacks, or its own
     stacks: Mapping[str, Sequence[str]]
     # the index of each number of `shares` when stack follows stack, placed; None: they are in order
-    order: torch.Tensor | None
+    order: Tensor | None
     # name → (what a router adds to its scores for selection, placed; the name of its experts as they run)
-    biases: Mapping[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    biases: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
     rate: float = 0.0  # how far a bias moves in a step; 0: it stays
 
     @property
     def size(self) -> int:
         return sum(count + 1 for count in self.experts.values())
 
-    def shares(self, recorded: Tensors) -> torch.Tensor:
+    def shares(self, recorded: Tensors) -> Tensor:
         """For each layer every expert's share of the (token, choice) pairs, then the share dropped: [size]."""
         flat, device = [], next(iter(recorded.values())).device
         for name, own in self.stacks.items():
@@ -49,7 +50,7 @@ class Routing:
         shares = torch.cat(flat)
         return shares if self.order is None else shares.index_select(0, self.order)
 
-    def dropped_fraction(self, recorded: Tensors) -> torch.Tensor | None:
+    def dropped_fraction(self, recorded: Tensors) -> Tensor | None:
         """The share of all layers' pairs that was dropped; None where no layer has a capacity."""
         known = [name for name in self.stacks if name + DROPPED in recorded]
         if not known:
@@ -68,7 +69,7 @@ class Routing:
                 found.append(ExpertLoad(name, tuple(share / total for share in shares), lost))
         return tuple(found)
 
-    def update_biases(self, recorded: Tensors, good: torch.Tensor) -> None:
+    def update_biases(self, recorded: Tensors, good: Tensor) -> None:
         """Move each bias towards a balanced load, where the step is ``good`` (arXiv:2408.15664, algorithm 1)."""
         for bias, experts in self.biases.values() if self.rate else ():
             load = recorded[experts + LOAD]
@@ -95,7 +96,7 @@ def router_losses(job: Job) -> RouterLosses:
 def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Have the experts of ``model`` record their load, and its routers what :func:`router_losses` needs."""
 
-    def split_rows(tensor: torch.Tensor) -> torch.Tensor:
+    def split_rows(tensor: Tensor) -> Tensor:
         return sharding.constrain(tensor, mesh, batch_spec(tensor.dim(), job.plan.batch))
 
     mark(model, experts_modules(model), job.plan.batch_shards, split_rows)
@@ -120,7 +121,7 @@ def make_routing(placed: PlacedModel) -> Routing:
     return Routing(placed.mesh, experts, stacks, placed_order, biases, job.args.router_bias_update_rate)
 
 
-def _order(experts: Mapping[str, int], stacks: Mapping[str, Sequence[str]]) -> torch.Tensor | None:
+def _order(experts: Mapping[str, int], stacks: Mapping[str, Sequence[str]]) -> Tensor | None:
     """:attr:`Routing.order`, int32 [size]; None if stack after stack is the order of ``experts``."""
     begins, begin = {}, 0
     for name in (name for own in stacks.values() for name in own):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwright.arguments.training import TrainingArguments
 
@@ -49,12 +50,10 @@ class SpikeWatch:
     def size(self) -> int:
         return len(_FIELDS) + 2 * self.window
 
-    def skipped(self, state: torch.Tensor) -> torch.Tensor:
+    def skipped(self, state: Tensor) -> Tensor:
         return state[_SKIPPED]
 
-    def judged(
-        self, state: torch.Tensor, found: Sequence[torch.Tensor], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def judged(self, state: Tensor, found: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether a step is a spike, whether it ends the run, and the state [size] after it; all on the device.
 
         ``counts``: whether it can be good: finite, with a scored token, and none before it ended the run.
@@ -82,7 +81,7 @@ class SpikeWatch:
         return Spike(int(step), *values, int(skipped), int(in_a_row))
 
 
-def _median(values: torch.Tensor) -> torch.Tensor:
+def _median(values: Tensor) -> Tensor:
     """The median along the last dimension: of an even number of values the mean of the middle two."""
     ordered, half = torch.sort(values, -1).values, values.shape[-1] // 2
     return (ordered[..., half] + ordered[..., (values.shape[-1] - 1) // 2]) / 2

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from shardwright.files.arrays import Array
 from shardwright.report.expert_load import ExpertLoad
@@ -64,10 +65,10 @@ class MetricsLayout:
             self.size += size
         self.slots["gathered"] = slice(0, self.slots["expert_shares"].stop)
 
-    def number(self, metrics: torch.Tensor, name: str) -> torch.Tensor:
+    def number(self, metrics: Tensor, name: str) -> Tensor:
         return metrics[self.slots[name].start]
 
-    def with_replaced(self, gathered: torch.Tensor, replaced: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def with_replaced(self, gathered: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
         """All metrics: those of ``gathered`` but for the ``replaced``, which come in the order of the slots."""
         pieces, end = [], 0
         for name, values in replaced.items():
@@ -78,7 +79,7 @@ class MetricsLayout:
             end = slot.stop
         return torch.cat(pieces)
 
-    def start(self, restored: Callable[[str], Array] | None) -> torch.Tensor:
+    def start(self, restored: Callable[[str], Array] | None) -> Tensor:
         """The metrics to begin with; 0 where an older version or other options saved none."""
         metrics = torch.zeros(self.size)
         if restored:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.files.arrays import Array, Stack
 from shardwright.job import Job
@@ -120,7 +120,7 @@ class TrainStep:
         self._trace(inputs, sharding.place("scalars", scalars, self.mesh, (None,)), self.random_keys(step))
         return inputs
 
-    def random_keys(self, step: int) -> torch.Tensor:
+    def random_keys(self, step: int) -> Tensor:
         """The keys that all random numbers of step number ``step`` are drawn from, int32 [micro-batches, 2]."""
         words = [random_bits.key_of(f"{self.seed}/{step}/{micro}") for micro in range(self.accumulation)]
         return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
@@ -131,7 +131,7 @@ class TrainStep:
         self.metrics_read |= and_begin_anew
         return self.layout.read(values, self.loss.router_losses.any)
 
-    def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
+    def _trace(self, batch: Tensors, scalars: Tensor, random_keys: Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
         layout, metrics, norm = self.layout, self.metrics, global_norm(gradients.values())
@@ -139,7 +139,7 @@ class TrainStep:
         good = finite & (layout.number(metrics, "bad_step") == 0)
         scored = scored_tokens(batch["labels"]) > 0
         updates = step - layout.number(metrics, "unscored_steps")  # the optimizer's count of steps
-        changes, replaced = good & scored, dict[str, torch.Tensor]()
+        changes, replaced = good & scored, dict[str, Tensor]()
         with torch.no_grad(), scopes.scope("optimizer"):
             if (spikes := self.spikes) is not None:
                 watched = metrics[layout.slots["spikes"]]
@@ -168,7 +168,7 @@ class TrainStep:
             metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def _update_parameters(
-        self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
+        self, gradients: Tensors, norm: Tensor, good: Tensor, scalars: tuple[Tensor, Tensor]
     ) -> None:
         """Update every parameter with a gradient where the step is ``good``; ``scalars``: learning rate, updates."""
         limit = self.max_grad_norm
@@ -187,7 +187,7 @@ class TrainStep:
                 kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
-    def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> torch.Tensor:
+    def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> Tensor:
         full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
             return sharding.place(full, restored(full), self.mesh, spec, dtype)
@@ -197,7 +197,7 @@ class TrainStep:
         """Whether a parameter, or the one of a partial gradient, takes part in the loss in any layer."""
         return any(self.trained.get(name.removesuffix(SUFFIX), (True,)))
 
-    def _where_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _where_trained(self, name: str, tensor: Tensor) -> Tensor:
         """``tensor``, with 0 for layers with no part in the loss."""
         layers = self.trained.get(name.removesuffix(SUFFIX), ())
         if all(layers):
@@ -205,7 +205,7 @@ class TrainStep:
         flags = [tensor.new_full((1,) * tensor.dim(), trained) for trained in layers]
         return tensor * torch.cat(flags)
 
-    def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
+    def loss_and_gradients(self, batch: Tensors, random_keys: Tensor) -> tuple[Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as parameters (none outside the loss), metrics of [rows, micro-batches, ...]."""
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
@@ -222,7 +222,7 @@ class TrainStep:
         def zero_partials() -> Tensors:
             return {k: partial.zeros(self.parameters[partial.parameter]) for k, partial in partials.items()}
 
-        def body(carry: Any, micro_batch: Tensors, random_key: torch.Tensor) -> tuple[Any, Any]:
+        def body(carry: Any, micro_batch: Tensors, random_key: Tensor) -> tuple[Any, Any]:
             loss_sum, tokens, sums, parameters = carry
             leaves = parameters | zero_partials()
             loss, gradients, recorded = self._micro_batch(leaves, micro_batch, tokens, random_key)
@@ -246,12 +246,12 @@ class TrainStep:
         return loss, gradients, totals(recorded)
 
     def _fold_micro_batches(
-        self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: torch.Tensor
+        self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: Tensor
     ) -> tuple[Any, Any]:
         """``body(carry, micro-batch, random key) -> (carry, y)`` over the micro-batches; the ``y`` are stacked."""
 
-        def run(keys: list[torch.Tensor]) -> tuple[Any, Any]:
-            def step(carry: Any, x: tuple[Tensors, list[torch.Tensor]]) -> tuple[Any, Any]:
+        def run(keys: list[Tensor]) -> tuple[Any, Any]:
+            def step(carry: Any, x: tuple[Tensors, list[Tensor]]) -> tuple[Any, Any]:
                 micro_batch, own = x
                 return body(carry, micro_batch, own[0] if own else torch.zeros_like(random_keys[0]))
 
@@ -262,8 +262,8 @@ class TrainStep:
         return run([random_keys]) if self.loss.draws and not known else result
 
     def _micro_batch(
-        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, random_key: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors, Tensors]:
+        self, parameters: Tensors, batch: Tensors, tokens: Tensor, random_key: Tensor
+    ) -> tuple[Tensor, Tensors, Tensors]:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_(self._learns(k)) for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
@@ -279,7 +279,7 @@ class TrainStep:
         }
         return loss.detach(), gradients, recorded
 
-    def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _constrain_gradient(self, name: str, gradient: Tensor) -> Tensor:
         return sharding.constrain(gradient, self.mesh, self.specs[name])
 
 
@@ -287,7 +287,7 @@ def step_name(length: int, lengths: Sequence[int]) -> str:
     return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
 
 
-def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
+def _by_micro_batch(tensor: Tensor, count: int) -> Tensor:
     """[rows*count, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split.
 
     Neighbouring rows go to different micro-batches, so that a process's share of the global batch has rows of each.
