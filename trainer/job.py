@@ -69,7 +69,15 @@ class Job:
     def __post_init__(self) -> None:
         model_checks.check_model(self.recipe, self.args, self.facts)
         _ = self.stored
-        _check_dropless(self)
+        rows, length, devices = self.micro_batch_rows, self.args.sequence_length, self.devices
+        if self.recipe.compute.experts == "dropless" and rows * length % devices:
+            raise UserError(
+                asked=f"recipe {self.recipe.name}: Compute(experts='dropless')",
+                found=f"micro-batches of {rows} rows × {length} tokens on {devices} devices",
+                why="every device sorts as many tokens as the next",
+                instead=f"--sequence_length {math.ceil(length / devices) * devices}, "
+                f"or --per_device_train_batch_size {devices // math.gcd(rows * length, devices)} times as large",
+            )
         if self.lora is not None:
             lora_options.check_use(self.adapted, self.unused[0], self.args)
 
@@ -227,15 +235,3 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
     if args.bf16 is not None:
         recipe = replace(recipe, compute=replace(recipe.compute, dtype="bfloat16" if args.bf16 else "float32"))
     return recipe
-
-
-def _check_dropless(job: Job) -> None:
-    rows, length, devices = job.micro_batch_rows, job.args.sequence_length, job.devices
-    if job.recipe.compute.experts == "dropless" and rows * length % devices:
-        raise UserError(
-            asked=f"recipe {job.recipe.name}: Compute(experts='dropless')",
-            found=f"micro-batches of {rows} rows × {length} tokens on {devices} devices",
-            why="every device sorts as many tokens as the next",
-            instead=f"--sequence_length {math.ceil(length / devices) * devices}, "
-            f"or --per_device_train_batch_size {devices // math.gcd(rows * length, devices)} times as large",
-        )

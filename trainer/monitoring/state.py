@@ -20,7 +20,7 @@ from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.terminal import closing_table
-from shardwright.step.eval_metrics import ComputeMetrics, Measures, measures_of
+from shardwright.step.eval_metrics import ComputeMetrics, Measures, metric_names
 from shardwright.step.eval_step import Evaluation, names_of_means, prefix_of
 from shardwright.step.loss import LossFunction
 from shardwright.xla.runtime import compile_count
@@ -45,15 +45,15 @@ def settled(
     args.check_beside(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
     corpus.check_fits(args.sequence_length, vocabulary)
     check_steps_left(args, resume)
-    measures = measures_of(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
-    _check_best(args, corpus.heldout_sets, names_of_means(args.goal, measures.names), compute_loss is None)
+    names = metric_names(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
+    _check_best(args, corpus.heldout_sets, names_of_means(args.goal, names), compute_loss is None)
     state = TrainerState() if resume is None else resume.trainer_state
     state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
     state.num_train_epochs = sys.maxsize if epoch is None else math.ceil(args.max_steps / epoch)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         setattr(state, name, getattr(args, name))
-    return replace(job, args=args), state, measures
+    return replace(job, args=args), state, Measures(compute_metrics, names)
 
 
 def _check_best(args: TrainingArguments, sets: Iterable[str], means: Iterable[str], is_entropy: bool) -> None:

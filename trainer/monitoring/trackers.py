@@ -63,20 +63,19 @@ def open_trackers(asked: str, console: Console) -> list[Tracker]:
                 why="the log goes to trackers through these",
                 instead=f"{did_you_mean(name, known)}none, or some of {', '.join(known)}, with commas between them",
             )
-    return [Tracker(name, _made(name), console) for name in dict.fromkeys(names)]
-
-
-def _made(name: str) -> TrainerCallback:
-    (kind,) = get_reporting_integration_callbacks(name)
-    try:
-        return kind()
-    except (Exception, SystemExit) as error:  # each integration has its own way to say that its package is missing
-        raise UserError(
-            asked=f"--report_to {name}",
-            found=_short(error),
-            why="transformers' integration needs that package, as it is configured here",
-            instead=f"pip install it, or --report_to without {name}",
-        ) from None
+    found = []
+    for name in dict.fromkeys(names):
+        (kind,) = get_reporting_integration_callbacks(name)
+        try:
+            found.append(Tracker(name, kind(), console))
+        except (Exception, SystemExit) as error:  # each integration has its own way to say that its package is missing
+            raise UserError(
+                asked=f"--report_to {name}",
+                found=_short(error),
+                why="transformers' integration needs that package, as it is configured here",
+                instead=f"pip install it, or --report_to without {name}",
+            ) from None
+    return found
 
 
 def _short(error: BaseException) -> str:

@@ -33,7 +33,7 @@ class Matrices(OnMesh):
         for axis in self.axes:
             if matrix.shape[dim] % math.prod(self.mesh[a] for a in (*axes, axis)) == 0:
                 axes.append(axis)
-        last = ((), self._entry(axes)) if dim == -1 else (self._entry(axes), ())
+        last = ((), self.in_order(axes)) if dim == -1 else (self.in_order(axes), ())
         return self.constrain(matrix, (*self.spec[:-2], *last))
 
     def whole(self, matrix: Tensor) -> Tensor:
@@ -44,11 +44,7 @@ class Matrices(OnMesh):
     def axes(self) -> tuple[str, ...]:
         return tuple(axis for entry in self.spec[-2:] for axis in entry)
 
-    def by_layers(self) -> Matrices:
-        """The layout of [layers, …]: the axes of a matrix split the layers, whose matrices are whole."""
-        return replace(self, spec=(self._entry(self.axes), *self.spec[:-2], (), ()))
-
-    def _entry(self, axes: Collection[str]) -> tuple[str, ...]:
+    def in_order(self, axes: Collection[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.mesh if axis in axes)
 
 
@@ -101,7 +97,8 @@ class Muon(Optimizer):
         if not layout.stacked:
             return orthogonalised(update, self.ns_steps, apart)
         shards, layers = math.prod(layout.mesh[axis] for axis in apart.axes), len(update)
-        apart = apart.by_layers()
+        # of [layers, …]: the axes of a matrix split the layers, whose matrices are whole
+        apart = replace(apart, spec=(apart.in_order(apart.axes), *apart.spec[:-2], (), ()))
         # layers of zeros, which stay zeros, make the exchange even
         update = apart.stored(pad(update, [0, 0] * (update.dim() - 1) + [0, -layers % shards]))
         turns = update.reshape(shards, -1, *update.shape[1:]).transpose(0, 1)

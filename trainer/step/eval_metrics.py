@@ -60,11 +60,6 @@ class Measures:
         return found
 
 
-def measures_of(compute: ComputeMetrics | None, rows: int, length: int, vocabulary: int) -> Measures:
-    """The measures of an evaluation with batches of [rows, length]; raises as :func:`metric_names`."""
-    return Measures(compute, metric_names(compute, rows, length, vocabulary) if compute is not None else ())
-
-
 def predictions_of(logits: Tensor, labels: Tensor) -> Predictions:
     targets_BS = targets(labels)
     return Predictions(logits, targets_BS, targets_BS != IGNORE)
@@ -101,11 +96,13 @@ def _is_target(predictions: Predictions) -> Tensor:
     return vocabulary == predictions.labels.unsqueeze(-1)
 
 
-def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
-    """The names of the metrics of ``compute``, found by a call with meta tensors.
+def metric_names(compute: ComputeMetrics | None, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
+    """The names of the metrics of ``compute``, if there is one, found by a call with meta tensors.
 
     Raises UserError if it returns something else than name → (sum, count), or needs values while it is traced.
     """
+    if compute is None:
+        return ()
     labels = torch.full((rows, length), IGNORE, device="meta")
     try:
         pairs: Any = compute(predictions_of(torch.empty(rows, length, vocabulary, device="meta"), labels))

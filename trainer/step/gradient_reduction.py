@@ -73,11 +73,6 @@ class PartialGradient:
         return few and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
 
     @property
-    def layer(self) -> PartialGradient:
-        """The same for one layer of a stack."""
-        return replace(self, dim=0)
-
-    @property
     def sum(self) -> partial_gradients.Sum:
         """The collectives: scatters, ring by ring, along the axes that split the parameter; sums along the others."""
         sizes = self.mesh.shape()
@@ -116,7 +111,7 @@ class PartialGradient:
 
     def leaf(self, parameter: Tensor) -> Tensor:
         """A tensor [shards, *shape], never read, whose gradient sums to that of one layer's ``parameter``."""
-        return _Leaf.apply(parameter, self)
+        return _Leaf.apply(parameter, replace(self, dim=0))
 
     def _spec(self, layout: Layout) -> PartitionSpec:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))

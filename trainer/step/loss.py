@@ -91,8 +91,11 @@ class Loss:
         packed = "segment_ids" in batch
         if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
-
-        real = _real_tokens(batch, always=self.router_losses.any) if training else None
+        real = None  # in training 1 for a token and 0 for padding, [rows, S], if there is padding or a use for it
+        if training and packed:
+            real = (batch["segment_ids"] > 0).to(torch.float32)
+        elif training and self.router_losses.any:
+            real = torch.ones_like(batch["input_ids"], dtype=torch.float32)
         measured, counted = dict[str, Tensor](), dict[str, Tensor]()
 
         def forward() -> tuple[Any, dict[str, list[Tensor]]]:
@@ -263,10 +266,3 @@ def _loss_function(model: PreTrainedModel, loss: Callable[..., Tensor]) -> Itera
         del model._loss_function
         if before is not None:
             model.loss_function = before
-
-
-def _real_tokens(batch: Tensors, *, always: bool) -> Tensor | None:
-    """1 for a token and 0 for padding, [rows, S]; None if ``batch`` has no padding, unless ``always``."""
-    if "segment_ids" in batch:
-        return (batch["segment_ids"] > 0).to(torch.float32)
-    return torch.ones_like(batch["input_ids"], dtype=torch.float32) if always else None

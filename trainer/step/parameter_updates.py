@@ -1,8 +1,8 @@
-"""A step's updates of the parameters: each one's optimizer and state; which decay; clipping by the global norm."""
+"""A step's updates of the parameters: each one's optimizer and state, and which decay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,13 +61,3 @@ def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
         return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
 
     return OnMesh(mesh.shape(), tuple(axes_of(entry) for entry in spec), stacked, constrain)
-
-
-def global_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients as if they were one vector, in fp32; a 0-d tensor."""
-    return torch.sqrt(torch.stack([gradient.float().pow(2).sum() for gradient in gradients]).sum())
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that brings gradients of norm ``norm`` to at most ``max_norm``, as `clip_grad_norm_` computes it."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

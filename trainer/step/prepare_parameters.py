@@ -60,7 +60,7 @@ class Prepare:
         placed = self._placed(name, cast)
         prepared = {name: self._whole(name, placed)}
         if partial is not None and partial.scatters:
-            prepared[name + SUFFIX] = partial.layer.leaf(placed)
+            prepared[name + SUFFIX] = partial.leaf(placed)
         return prepared
 
     def _placed(self, name: str, parameter: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,10 +61,9 @@ class Routing:
 
     def loads(self, sums: Sequence[float], capacity: bool) -> tuple[ExpertLoad, ...]:
         """The loads in a sum of :meth:`shares` over steps. Layers where nothing was routed are left out."""
-        found, first = [], 0
+        found, numbers = [], iter(sums)
         for name, count in self.experts.items():
-            *shares, dropped = sums[first : first + count + 1]
-            first += count + 1
+            *shares, dropped = itertools.islice(numbers, count + 1)
             if total := sum(shares):
                 lost = dropped / total if capacity else None
                 found.append(ExpertLoad(name, tuple(share / total for share in shares), lost))

@@ -44,7 +44,8 @@ class RowPieces:
             given["position_ids"] = positions.expand(batch["input_ids"].shape)
         if rest and "segment_ids" not in given:
             given["segment_ids"] = torch.ones_like(batch["input_ids"])
-        return {name: self._cut(t, rest) if _is_row(t, length) else t for name, t in given.items()}
+        rows = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.dim() == 2 and t.shape[1] == length}
+        return given | {name: self._cut(row, rest) for name, row in rows.items()}
 
     def targets(self, targets: Tensor, ignored: int) -> Tensor:
         """The target of each position, [rows, S], in pieces."""
@@ -64,7 +65,3 @@ class RowPieces:
     def _cut(self, rows: Tensor, rest: int, value: int = 0) -> Tensor:
         cut = to_pieces(pad(rows, (0, rest), value=value), self.count, 1)
         return sharding.constrain(cut, self.mesh, (self.batch_axes or None, self.axis))
-
-
-def _is_row(value: Any, length: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == length

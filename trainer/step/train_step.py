@@ -23,7 +23,7 @@ from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.step.parameter_updates import clip_factor, global_norm, make_updates
+from shardwright.step.parameter_updates import make_updates
 from shardwright.step.placed_model import PlacedModel
 from shardwright.step.router_load import make_routing, totals
 from shardwright.step.spikes import spike_watch
@@ -134,7 +134,9 @@ class TrainStep:
     def _trace(self, batch: Tensors, scalars: Tensor, random_keys: Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
-        layout, metrics, norm = self.layout, self.metrics, global_norm(gradients.values())
+        # the 2-norm of all gradients as if they were one vector
+        norm = torch.sqrt(torch.stack([gradient.float().pow(2).sum() for gradient in gradients.values()]).sum())
+        layout, metrics = self.layout, self.metrics
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         good = finite & (layout.number(metrics, "bad_step") == 0)
         scored = scored_tokens(batch["labels"]) > 0
@@ -171,8 +173,9 @@ class TrainStep:
         self, gradients: Tensors, norm: Tensor, good: Tensor, scalars: tuple[Tensor, Tensor]
     ) -> None:
         """Update every parameter with a gradient where the step is ``good``; ``scalars``: learning rate, updates."""
-        limit = self.max_grad_norm
-        factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
+        limit, factor = self.max_grad_norm, torch.ones_like(norm)
+        if limit > 0:  # as `clip_grad_norm_` computes it
+            factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for name in self.moments:
             parameter = self.parameters[name]
             news = olds = (parameter, *self.moments[name])
