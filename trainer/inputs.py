@@ -95,7 +95,6 @@ def resolve(
     if data_collator is not None:
         _check_kind("data_collator", data_collator, Callable, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
         given["collator"] = data_collator
-        train_dataset, eval_dataset = _collated(data_collator, train_dataset, eval_dataset)
     _resolve_data(train_dataset, eval_dataset, options, given)
     if isinstance(processing_class, str | os.PathLike):
         options["tokenizer"] = os.fspath(processing_class)
@@ -140,36 +139,31 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
         options["model"] = os.fspath(model)
 
 
-def _collated(collator: Collator, train: Any, evaluated: Any) -> tuple[Any, Any]:
-    """The records as samples; a dict of sets stays a dict."""
+def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
     check_records("train_dataset", train)
     sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
-    for name, records in {"train_dataset": train, **{f"eval_dataset {n}": each for n, each in sets.items()}}.items():
-        if not isinstance(records, Dataset | IterableDataset):
+    if (collator := given.get("collator")) is not None:
+        named = {"train_dataset": train, **{f"eval_dataset {name}".strip(): each for name, each in sets.items()}}
+        other = next((name for name, each in named.items() if not isinstance(each, Dataset | IterableDataset)), None)
+        if other is not None:
             raise UserError(
-                asked=f"data_collator={type(collator).__name__} with {name.strip()}={records}",
+                asked=f"data_collator={type(collator).__name__} with {other}={named[other]}",
                 found="no Dataset and no IterableDataset",
                 why="a collator takes records with the columns that it knows, and files are read in shapes of our own",
                 instead="datasets.load_dataset(…), tokenised for the collator; or no data_collator",
             )
-    made = {name: collated(records, collator) for name, records in sets.items()}
-    return collated(train, collator), made if isinstance(evaluated, Mapping) else made.get("")
-
-
-def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
+        sets = {name: collated(each, collator) for name, each in sets.items()}
+        train = collated(train, collator)
     if train is not None:
-        check_records("train_dataset", train)
         options["dataset"] = _described(train)
         if isinstance(train, Dataset | IterableDataset):
             given["train"] = train
         if isinstance(train, IterableDataset):
             options["streaming"] = True
-    if evaluated is None:
-        return
-    sets = named_sets("eval_dataset", evaluated)
-    options["eval_dataset"] = ",".join(f"{name}={_described(each)}" if name else _described(each)
-                                       for name, each in sets.items())  # fmt: skip
-    given["evaluated"] = sets
+    if sets:
+        said = {name: _described(each) for name, each in sets.items()}
+        options["eval_dataset"] = ",".join(f"{name}={text}" if name else text for name, text in said.items())
+        given["evaluated"] = sets
 
 
 def named_sets(what: str, asked: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Job:
 
     @property
     def micro_batch_rows(self) -> int:
-        """On all devices together, as :attr:`rows` and :attr:`evaluation_rows`."""
+        """Rows of a micro-batch, on all devices together."""
         return self.args.per_device_train_batch_size * self.plan.batch_shards
 
     @property

@@ -225,7 +225,6 @@ class Trainer:
         return self._loop
 
     def _rows(self, records: Any) -> StoredRows:
-        """The rows of further records, made as the run's own are."""
         loop = self.loop  # sets _start
         assert self._start is not None
         if self._given.collator is not None and isinstance(records, Dataset | IterableDataset):

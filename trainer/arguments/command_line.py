@@ -41,7 +41,6 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def refuse(self, word: str) -> NoReturn:
-        """End the command at the unknown option ``word``."""
         option = word.partition("=")[0]
         self.error(f"no option {option}; {did_you_mean(option, self._known)}--help lists them")
 

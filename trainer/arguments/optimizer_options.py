@@ -72,7 +72,6 @@ class OptimizerArguments(Checked):
         self.optimizer_numbers  # noqa: B018 - raises for bad ones
 
     def rule(self, entry: type[Optimizer]) -> Optimizer:
-        """``entry`` with this run's numbers."""
         if entry is AdamW:
             return AdamW(self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         return entry(**self.optimizer_numbers if entry is OPTIMIZERS[self.optim] else {})

@@ -138,7 +138,6 @@ class OutputArguments(Checked):
         self.check("on_spike", saves, "--save_strategy no leaves no checkpoint to go back to", "skip, or stop")
 
     def _check_best(self) -> None:
-        """Refuse a search for the best weights unless steps are both evaluated and saved."""
         if not self.load_best_model_at_end and self.save_strategy != "best":
             return
         if self.eval_strategy != "steps":
@@ -155,7 +154,6 @@ class OutputArguments(Checked):
 
     @property
     def best_metric(self) -> str:
-        """The log key of ``metric_for_best_model``."""
         name = self.metric_for_best_model
         return name if name.startswith("eval_") else f"eval_{name}"
 

@@ -92,7 +92,6 @@ class TrainingArguments(
 
     @property
     def goal(self) -> Objective:
-        """The objective with its numbers."""
         return self.entry({name: getattr(self, name) for name in self.entry.options}, self.sequence_length)
 
     @property

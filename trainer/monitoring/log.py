@@ -50,7 +50,6 @@ class RunLog:
         self._clock = self._began = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """Leaves ``seconds`` out of the steps' time."""
         self._clock += seconds
 
     def stepped(self, length: int) -> None:
@@ -84,7 +83,6 @@ class RunLog:
         self.programs()
 
     def saved(self, saved: Saved | None) -> None:
-        """Logs a written checkpoint, if there is one."""
         if saved is not None:
             self.write({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 
