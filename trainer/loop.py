@@ -343,7 +343,9 @@ class TrainingLoop:
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
-        if self.stop.any or (best := messages.best_elsewhere(self.args, self.state, self.folder)) is None:
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        last = lineage.noted(lineage.folder_of(self.folder, self.state.global_step), self.folder)
+        if self.stop.any or best is None or best == last:
             return None
         self.log.saved(self.checkpoints.wait())
         return lineage.noted_folder(best, self.folder)

@@ -160,7 +160,7 @@ class _Noted(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._begun:
             self._begun = True
-            self._note(args, saved=False)
+            note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved=False))
             self._look(args)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -169,10 +169,7 @@ class _Noted(TrainerCallback):
 
     def _look(self, args: Any) -> None:
         if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
-            self._note(args, saved=True)
-
-    def _note(self, args: Any, *, saved: bool) -> None:
-        note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved))
+            note(more=words_again(args.output_dir, args.resume_from_checkpoint, saved=True))
 
 
 def prepare(

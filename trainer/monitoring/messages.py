@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from transformers import TrainerState
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.checkpoint.lineage import folder_of, noted
+from shardwright.checkpoint.lineage import folder_of
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.errors import Spiked, UserError
 from shardwright.files.folder import Folder
@@ -98,12 +98,6 @@ def _spike_error(spike: Spike, args: TrainingArguments) -> Spiked:
     )
     error.step = spike.step
     return error
-
-
-def best_elsewhere(args: TrainingArguments, state: TrainerState, output: Folder) -> str | None:
-    """The noted checkpoint of the best weights, if the run is to end with those and they are not the last ones."""
-    best = state.best_model_checkpoint if args.load_best_model_at_end else None
-    return None if best == noted(folder_of(output, state.global_step), output) else best
 
 
 def best_unread(error: UserError, state: TrainerState, output: Folder) -> UserError:
