@@ -32,10 +32,9 @@ from shardwright.job import Job
 from shardwright.model.unused_parameters import notice
 from shardwright.monitoring import messages
 from shardwright.monitoring import state as states
-from shardwright.monitoring.callbacks import Callbacks
+from shardwright.monitoring.callbacks import Callbacks, Tracker
 from shardwright.monitoring.log import RunLog
 from shardwright.monitoring.run_page import RunPage
-from shardwright.monitoring.trackers import Tracker
 from shardwright.report.lines import say, waiting
 from shardwright.report.terminal import ProgressCallback
 from shardwright.step.build import evaluation_step, place_model

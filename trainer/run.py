@@ -34,8 +34,8 @@ from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described
+from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
-from shardwright.monitoring.trackers import open_trackers
 from shardwright.report.lines import say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
