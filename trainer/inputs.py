@@ -77,10 +77,7 @@ def resolve(
     compute_loss_func: Any = None,
     compute_metrics: Any = None,
 ) -> tuple[TrainingArguments, RunInputs]:
-    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs.
-
-    Raises UserError for an object of a kind that can't be trained with.
-    """
+    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs."""
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
     options: dict[str, Any] = {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}

@@ -29,7 +29,8 @@ from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
 
-HALVINGS, SHORTEST = 3, 32  # of a row, without packing: how often it is halved at most, and its fewest tokens
+# of a row, without packing: how often it is halved at most, since each length costs a compile, and its fewest tokens
+HALVINGS, SHORTEST = 3, 32
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,7 @@ class Job:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one.
-
-        Each costs a compile, and a row shorter than the shortest saves next to nothing.
-        """
+        """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one."""
         length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # devices that share a row
         halves = [length >> n for n in range(HALVINGS + 1) if length % (1 << n) == 0] if not self.args.packing else []
         return tuple(sorted({length} | {half for half in halves if half >= SHORTEST and half % sharers == 0}))

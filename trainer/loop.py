@@ -180,9 +180,8 @@ class TrainingLoop:
     def evaluate(self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluate the held-out sets, or ``sets``; the result is also logged and told to the callbacks.
 
-        Returns:
-            ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
-            set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
+        It is ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
+        set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
 
         Raises:
             UserError: the objective compares with the starting weights, which did not see ``sets``.
@@ -231,10 +230,8 @@ class TrainingLoop:
         return self.state.global_step >= self.args.max_steps or self.control.should_training_stop or self.stop.any
 
     def _evaluate_first(self) -> None:
-        """Evaluate before the first step if asked to; a resumed run only if a signal cut short what its save follows.
-
-        Its losses and its best weights are then those of a run that was never stopped.
-        """
+        # a resumed run evaluates only if a signal cut short the evaluation before its save: its losses and its best
+        # weights are then those of a run that was never stopped
         state = self.state
         if self.resume is None:
             if self.args.eval_on_start:

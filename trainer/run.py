@@ -46,16 +46,13 @@ from shardwright.xla import device_mesh, runtime
 
 @dataclass(frozen=True)
 class Start:
-    """A run checked for all but its data; nothing is written and no device opened.
-
-    ``source`` has the starting weights; None: a random init, or the checkpoint ``resume`` holds them all.
-    """
+    """A run checked for all but its data; nothing is written and no device opened."""
 
     job: Job
     given: RunInputs
     lock: FolderLock
     tokenizer: PreTrainedTokenizerBase | None
-    source: Source | None
+    source: Source | None  # the starting weights; None: a random init, or the checkpoint `resume` holds them all
     resume: RunCheckpoint | None
     callbacks: TrainerCallbacks
     console: Console

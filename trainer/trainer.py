@@ -115,8 +115,7 @@ class Trainer:
                 none yet. Default: what ``args`` say.
 
         Raises:
-            UserError: anything in the arguments, the recipe, the model or the data that can't be; or the trainer has
-                trained already.
+            UserError: anything that can't be; or the trainer has trained already.
         """
         if resume_from_checkpoint:
             where = "latest" if resume_from_checkpoint is True else str(resume_from_checkpoint)

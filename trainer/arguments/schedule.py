@@ -21,14 +21,10 @@ _GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 
 
 class Schedule:
-    """A learning rate for each step, by one of transformers' schedulers; the rate goes to the device as data.
-
-    Args:
-        kind: one of :data:`KINDS`.
-        options: further arguments of that scheduler, by transformers' names (``num_cycles``, ``min_lr_rate``, …).
+    """A learning rate for each step, by one of transformers' schedulers: a ``kind`` in :data:`KINDS`.
 
     Raises:
-        UserError: the scheduler has no such argument, lacks one that it needs, or gives no rate with these.
+        UserError: the scheduler has no such argument as in ``options``, lacks one, or gives no rate with these.
     """
 
     def __init__(

@@ -162,13 +162,10 @@ class TrainingArguments(
 
 @dataclass
 class Settings(TrainingArguments):
-    """The checked and frozen arguments of a run. ``dataclasses.replace`` resolves one of them, checked anew.
+    """The checked and frozen arguments of a run. ``dataclasses.replace`` resolves one of them, checked anew."""
 
-    Args:
-        asked_batch: rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on
-            other devices may train with other values, for the same global batch.
-    """
-
+    # rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on other devices
+    # may train with other values, for the same global batch
     asked_batch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

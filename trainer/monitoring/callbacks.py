@@ -29,9 +29,7 @@ class Callbacks(CallbackHandler):
     They get no ``optimizer`` and no dataloader: the update is a part of the step's one computation, and a batch that a
     callback took would be missing from training. The ``model``'s parameters are the trained ones, on the devices.
 
-    Args:
-        remembered: :meth:`states` of the run that this one goes on with, else empty. A callback's options stay as they
-            were made.
+    ``remembered`` are :meth:`states` of the run that this one goes on with. A callback's options stay as made.
     """
 
     def __init__(
@@ -89,10 +87,7 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 def open_trackers(asked: str, console: Console) -> list[Tracker]:
-    """A tracker for each name in ``asked`` (``none``, or names with commas between them).
-
-    Raises UserError if no integration of transformers has that name, or its package is not installed.
-    """
+    """A tracker for each name in ``asked`` (``none``, or names with commas between); UserError for a bad one."""
     names = [] if asked == "none" else [name.strip() for name in asked.split(",")]
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:

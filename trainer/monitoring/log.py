@@ -24,10 +24,7 @@ from shardwright.xla.runtime import chip, compile_count
 
 
 class RunLog:
-    """Writes each entry to ``state.log_history``, the callbacks (by ``event``) and, except :meth:`note`, the page.
-
-    It reads the metrics of ``step`` and times the steps; ``state`` is where the run begins.
-    """
+    """Reads and times steps; each entry goes to ``state.log_history``, the callbacks (by ``event``) and the page."""
 
     def __init__(
         self,

@@ -47,14 +47,9 @@ class RunPage:
     earlier lives are read from ``lives.json`` beside that checkpoint. A failed write is reported once.
 
     Args:
-        folder: the run's output folder.
         check_held: raises StorageError once ``folder`` is another run's.
         after: the end of the life before, if its supervisor restarted the run: its seconds are in ``folder``, even
             without a checkpoint.
-
-    Attributes:
-        unigram, samples, model: what the page tells of, once there is such a thing.
-        loads: the experts' load at the last reading of the metrics.
     """
 
     def __init__(
@@ -69,6 +64,7 @@ class RunPage:
     ) -> None:
         self.folder, self.job, self.state, self.console, self._check_held = folder, job, state, console, check_held
         self.clock, self.loads = Clock(compile_seconds), tuple[ExpertLoad, ...]()
+        # told of once there is such a thing
         self.unigram: float | None = None
         self.samples: Samples | None = None
         self.model: nn.Module | None = None

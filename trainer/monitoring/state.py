@@ -35,8 +35,7 @@ def settled(
 ) -> tuple[Job, TrainerState, Measures]:
     """The job with its number of steps, the state of a new run or of ``resume``, and the evaluations' measures.
 
-    Raises:
-        UserError: the rows are not the job's, nothing is left to do, or no evaluation gives ``metric_for_best_model``.
+    Raises UserError if the rows are not the job's, no step is left, or no evaluation gives ``metric_for_best_model``.
     """
     rows, vocabulary = corpus.train, job.config.get_text_config().vocab_size
     count = len(rows) if isinstance(rows, StoredRows) else rows.rows if isinstance(rows, MixedRows) else None

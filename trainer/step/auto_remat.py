@@ -1,7 +1,6 @@
 """`remat="auto"`: the share of a layer's values that is kept for the backward, found once and cached.
 
-The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU. A run
-on chips starts with the cached answer.
+The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ VALUES_HEADER = ("value of a layer", "of", "shape, all chips", "layers", "HBM a 
 
 
 def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
-    """The layer values of a model whose step was traced under a policy that keeps a share; otherwise none.
-
-    The first to be kept come first: those that save the most FLOPs a byte.
-    """
+    """The layer values of a model traced under a policy that keeps a share; first those that save most FLOPs a byte."""
     steps, found = job.args.gradient_accumulation_steps, []
     for module in model.modules():
         for value, layers in module.values if isinstance(module, DecoderLayers) else ():
@@ -86,13 +82,11 @@ def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
 
 
 def _parts(plan: ShardingPlan, module: str) -> int:
-    """The number of parts into which the chips split the output of ``module``: a kernel's by all chips.
-
-    A product's is split by its tokens, and by its columns where its weight's output dimension is split.
-    """
+    """The number of parts into which the chips split the output of ``module``."""
     weight = f"{module}.weight"
     if weight not in plan.specs:
-        return plan.devices
+        return plan.devices  # a kernel's
+    # a product's is split by its tokens, and by its columns where its weight's output dimension is split
     axes = {*plan.token_axes, *plan[weight].axes_of(1 if is_stacked(weight) else 0)}
     return math.prod(plan.mesh[axis] for axis in axes)
 
@@ -106,10 +100,7 @@ def with_remat(job: Job, remat: str | float) -> Job:
 
 
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
-    """Cache that ``job``, whose recipe says ``auto``, fits ``chip`` with ``share``; and which of ``values`` that keeps.
-
-    Raises UserError if the cache can't be written.
-    """
+    """Cache that ``job``, which says ``auto``, fits ``chip`` with ``share``, and which of ``values`` that keeps."""
     path = _path(job, chip)
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:

@@ -21,9 +21,7 @@ class CompileGuard:
     def run(self, batch: Tensors, trace: Trace) -> Tensors:
         """Run the graph that ``trace`` builds of ``batch``; returns its results, as ``trace`` does.
 
-        Raises:
-            UserError: the batch's names, shapes or dtypes differ from the first batch's, or they don't and it still
-                compiled again.
+        Raises UserError if the batch is unlike the first in names, shapes or dtypes, or it compiled again all the same.
         """
         self._compare(batch)
         before = program_count()

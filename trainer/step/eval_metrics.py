@@ -77,10 +77,7 @@ def correct_tokens(predictions: Predictions) -> Tensor:
 
 
 def token_values(logits: Tensor, labels: Tensor) -> Tensors:
-    """For each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
-
-    The log-probability is 0 where nothing is scored.
-    """
+    """For each position [B, S] the likeliest token, int32, and its target's log-probability, 0 where there is none."""
     predictions = predictions_of(logits, labels)
     logits_BSV = logits.to(torch.float32)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
@@ -97,10 +94,7 @@ def _is_target(predictions: Predictions) -> Tensor:
 
 
 def metric_names(compute: ComputeMetrics | None, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
-    """The names of the metrics of ``compute``, if there is one, found by a call with meta tensors.
-
-    Raises UserError if it returns something else than name → (sum, count), or needs values while it is traced.
-    """
+    """The names of the metrics of ``compute``, found by a call with meta tensors; UserError if it can't be traced."""
     if compute is None:
         return ()
     labels = torch.full((rows, length), IGNORE, device="meta")

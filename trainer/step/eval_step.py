@@ -61,10 +61,7 @@ class EvalStep:
         return self._evaluated(batches, self.guard, {})
 
     def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
-        """Evaluate ``batches``; also the most likely token and the target's log-probability at each position.
-
-        Both are [all rows, S]. The graph is another than an evaluation's, compiled once too.
-        """
+        """Evaluate ``batches``; also each position's likeliest token and target's log-probability, [all rows, S]."""
         columns: dict[str, list[np.ndarray]] = {IDS: [], LOG_PROBS: []}
         found = self._evaluated(batches, self.predict_guard, columns)
         return found, np.concatenate(columns[IDS]), np.concatenate(columns[LOG_PROBS])

@@ -67,10 +67,8 @@ class Prepare:
         return self._constrain(parameter, self.job.plan[first_name(name)].layout)
 
     def _whole(self, name: str, placed: Tensor) -> Tensor:
-        """Gather ``placed`` along the axes that split the tokens, which also places the reduction of its gradient.
-
-        Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        """
+        # gathered along the axes that split the tokens, which also places the reduction of its gradient: left to itself
+        # the partitioner gathers the tokens of the whole batch where that seems shorter
         entry, recipe = self.job.plan[first_name(name)], self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
             return placed  # the kernel gathers it itself

@@ -33,11 +33,8 @@ class RowPieces:
         return self.mesh.shape()[self.axis]
 
     def inputs(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """``batch`` with its tensors of [rows, ``length``] in pieces, each with its tokens' positions.
-
-        Rows that can't be cut evenly are lengthened with padding, which ``segment_ids`` then name.
-        """
-        rest = -length % (2 * self.count)
+        """``batch`` with its tensors of [rows, ``length``] in pieces, each with its tokens' positions."""
+        rest = -length % (2 * self.count)  # padding to cut rows evenly, which `segment_ids` then name
         given, device = dict(batch), batch["input_ids"].device
         if "position_ids" not in given:
             positions = torch.arange(length, dtype=torch.int64, device=device)
@@ -48,7 +45,6 @@ class RowPieces:
         return given | {name: self._cut(row, rest) for name, row in rows.items()}
 
     def targets(self, targets: Tensor, ignored: int) -> Tensor:
-        """The target of each position, [rows, S], in pieces."""
         return self._cut(targets, -targets.shape[1] % (2 * self.count), ignored)
 
     def restored(self, logits: Tensor, length: int) -> Tensor:

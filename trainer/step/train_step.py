@@ -41,8 +41,7 @@ class TrainStep:
     token changes nothing but the count of such steps, not even the optimizer's own count of updates; the step's number,
     which counts the data, and the learning rate go on.
 
-    Args:
-        restored: saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
+    ``restored`` has saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
 
     Raises:
         UserError: no parameter takes part in the loss.
@@ -291,10 +290,7 @@ def step_name(length: int, lengths: Sequence[int]) -> str:
 
 
 def _by_micro_batch(tensor: Tensor, count: int) -> Tensor:
-    """[rows*count, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split.
-
-    Neighbouring rows go to different micro-batches, so that a process's share of the global batch has rows of each.
-    """
+    """[rows*count, ...] -> [rows, count, ...], so that each process's share of the rows has some of each."""
     return tensor.reshape(-1, count, *tensor.shape[1:]) if tensor.dim() else tensor
 
 
