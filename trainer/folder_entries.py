@@ -1,9 +1,17 @@
-"""The entries that lie in a folder, a file each: the optimizers, the objectives."""
+"""The entries that lie in a folder, a file each: the optimizers, the objectives.
+
+A command line's choices and help are made of them, before torch is imported: they name its ``Tensor`` from here.
+"""
 
 import importlib
 import pkgutil
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = object
 
 
 def folder_entries(package: str, path: Iterable[str]) -> dict[str, Any]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:  # a command line's choices and help are made of the entries, before torch is imported
-    from torch import Tensor
-else:
-    Tensor = object
+from shardwright.folder_entries import Tensor
+
 Batch = Mapping[str, Tensor]
 
 _LOSS_OF_ITS_OWN = {

@@ -6,12 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:  # a command line's choices and help are made of the entries, before torch is imported
-    from torch import Tensor
-else:
-    Tensor = object
+from shardwright.folder_entries import Tensor
 
 State = tuple[Tensor, ...]
 Axes = tuple[tuple[str, ...], ...]  # for each dimension of a tensor the axes that split it, in mesh order
