@@ -70,7 +70,10 @@ class RunPage:
         self.model: nn.Module | None = None
         self._life = Life(time.time(), time.time(), state.global_step, state.global_step, after=after)
         home = folder if after else None if resume is None else resume.folder.parent
-        self._earlier = [] if home is None else self._earlier_lives(home)
+        self._earlier: list[Life] = []
+        with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
+            if home is not None and home.is_file(LIVES):
+                self._earlier = read_lives(home.read(LIVES))
         self._due, self._failed = 0.0, False
 
     def began(self, earlier: float) -> None:
@@ -116,12 +119,6 @@ class RunPage:
 
     def _note(self) -> None:
         self._life.ended, self._life.last, self._life.seconds = time.time(), self.state.global_step, self.clock.seconds
-
-    def _earlier_lives(self, home: Folder) -> list[Life]:
-        with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
-            if home.is_file(LIVES):
-                return read_lives(home.read(LIVES))
-        return []
 
     def _view(self, running: bool) -> RunView:
         job, options, kind, there = self.job, self.job.args.as_dict(), chip(), set(self.folder.names())

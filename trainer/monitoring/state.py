@@ -21,7 +21,7 @@ from shardwright.job import Job
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.terminal import closing_table
 from shardwright.step.eval_metrics import ComputeMetrics, Measures, metric_names
-from shardwright.step.eval_step import Evaluation, names_of_means, prefix_of
+from shardwright.step.eval_step import Evaluation, prefix_of
 from shardwright.step.loss import LossFunction
 from shardwright.xla.runtime import compile_count
 
@@ -45,7 +45,7 @@ def settled(
     corpus.check_fits(args.sequence_length, vocabulary)
     check_steps_left(args, resume)
     names = metric_names(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
-    _check_best(args, corpus.heldout_sets, names_of_means(args.goal, names), compute_loss is None)
+    _check_best(args, corpus.heldout_sets, names, compute_loss is None)
     state = TrainerState() if resume is None else resume.trainer_state
     state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
@@ -55,9 +55,10 @@ def settled(
     return replace(job, args=args), state, Measures(compute_metrics, names)
 
 
-def _check_best(args: TrainingArguments, sets: Iterable[str], means: Iterable[str], is_entropy: bool) -> None:
-    """Refuse a ``metric_for_best_model`` that no evaluation of ``sets`` with these ``means`` gives."""
+def _check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:
+    """Refuse a ``metric_for_best_model`` that no evaluation of ``sets`` gives; ``metrics``: a user's own."""
     wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
+    means = args.goal.logged if args.goal.parts else ("accuracy", *metrics)
     given = Evaluation(0.0, dict.fromkeys(means, 0.0), is_entropy and not args.goal.parts)
     known = [name for each in sets for name in given.named(prefix_of(each))]
     if wanted and args.best_metric not in known:

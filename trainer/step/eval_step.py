@@ -13,7 +13,6 @@ from torch import Tensor
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.objectives.objective import Objective
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.eval_metrics import CORRECT, IDS, LOG_PROBS, Measures, token_values
 from shardwright.step.placed_model import PlacedModel
@@ -41,11 +40,6 @@ class Evaluation:
         """Log entries whose names begin with ``prefix``, as transformers names them."""
         perplexity = {"perplexity": self.perplexity} if self.is_entropy else {}
         return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **perplexity, **self.means}.items()}
-
-
-def names_of_means(objective: Objective, metrics: Iterable[str]) -> tuple[str, ...]:
-    """The names of `Evaluation.means`; ``metrics``: a user's own."""
-    return objective.logged if objective.parts else ("accuracy", *metrics)
 
 
 class EvalStep:
