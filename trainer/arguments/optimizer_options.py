@@ -94,7 +94,7 @@ class OptimizerArguments(Checked):
                     instead = f"{did_you_mean(name, list(known))}one of {', '.join(known)}"
                 raise refused(found=f"{name!r:.80} is none of {self.optim}'s numbers", instead=instead)
             try:
-                kind = type(known[name].default)
+                kind: Any = type(known[name].default)
                 numbers[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
             except (KeyError, ValueError):
                 raise refused(found=f"{name} is {text!r:.80}", instead=instead) from None

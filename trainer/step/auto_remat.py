@@ -73,7 +73,7 @@ def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
 
 def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
     """A row under :data:`VALUES_HEADER` for each value."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for value in values:
         shape, what = " × ".join(map(str, value.shape)), "kept" if value.kept else "computed again"
         numbers = (str(value.layers), size(value.bytes), f"{value.flops:.2e}")

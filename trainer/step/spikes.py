@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,9 @@ class SpikeWatch:
 
     def read(self, state: Sequence[float]) -> Spike:
         """The last spike in the numbers of a state."""
-        step, *values, skipped, in_a_row = state[1 : len(_FIELDS)]
-        return Spike(int(step), *values, int(skipped), int(in_a_row))
+        found: Any = state[1 : len(_FIELDS)]
+        last = Spike(*found)
+        return last._replace(step=int(last.step), skipped=int(last.skipped), in_a_row=int(last.in_a_row))
 
 
 def _median(values: Tensor) -> Tensor:
