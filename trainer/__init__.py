@@ -21,20 +21,8 @@ if TYPE_CHECKING:
     from shardwright.run import train
     from shardwright.trainer import Trainer
 
-__all__ = [
-    "Compute",
-    "Job",
-    "Mesh",
-    "Recipe",
-    "Replicate",
-    "Shard",
-    "Trainer",
-    "TrainingArguments",
-    "TrainingLoop",
-    "UserError",
-    "__version__",
-    "train",
-]
+__all__ = ["Compute", "Mesh", "Recipe", "Replicate", "Shard", "UserError", "__version__"]
+__all__ += ["Job", "Trainer", "TrainingArguments", "TrainingLoop", "train"]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 # public name → its module
 _LATER = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.samples.collator import Collator, collated
@@ -17,43 +17,32 @@ from shardwright.errors import UserError
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
+from shardwright.model import lora_options, meta_model
 from shardwright.model.facts import facts_of
-from shardwright.model.lora_options import options_of
-from shardwright.model.meta_model import load_config
 from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
+TrainerCallbacks: TypeAlias = Sequence[TrainerCallback | type[TrainerCallback]]
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Python objects passed to Trainer that no option can name.
-
-    Args:
-        model: the starting weights; on the CPU.
-        config: of ``model``, or of a random init.
-        train: records to train on.
-        evaluated: held-out records, by the names of their sets.
-        collator: has made samples of the records in ``train`` and ``evaluated`` already.
-        compute_loss: see `Loss`.
-        compute_metrics: see `Predictions`.
-    """
+    """Python objects passed to Trainer that no option can name."""
 
     recipe: Recipe | None = None
-    model: PreTrainedModel | None = None
-    config: PretrainedConfig | None = None
+    model: PreTrainedModel | None = None  # the starting weights; on the CPU
+    config: PretrainedConfig | None = None  # of the model, or of a random init
     tokenizer: PreTrainedTokenizerBase | None = None
     train: Dataset | IterableDataset | None = None
-    evaluated: Mapping[str, Any] = field(default_factory=dict)
-    collator: Collator | None = None
+    evaluated: Mapping[str, Any] = field(default_factory=dict)  # held-out records, by the names of their sets
+    collator: Collator | None = None  # it has made samples of `train` and `evaluated` already
     compute_loss: Callable[..., Any] | None = None
     compute_metrics: Callable[..., Any] | None = None
 
     def weights(self, whole: PreTrainedModel) -> Source | None:
         """The source of the given model's weights, under the names of ``whole``; None: no model is given.
 
-        Raises:
-            UserError: the model isn't the one that its config makes.
+        Raises UserError if the model isn't the one that its config makes.
         """
         if self.model is None:
             return None
@@ -88,17 +77,12 @@ def resolve(
     compute_loss_func: Any = None,
     compute_metrics: Any = None,
 ) -> tuple[TrainingArguments, RunInputs]:
-    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs.
-
-    Raises:
-        UserError: names an object of a kind that can't be trained with.
-    """
+    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs."""
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
     options: dict[str, Any] = {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
-    for name in ("compute_loss", "compute_metrics"):
-        if given[name] is not None and not callable(given[name]):
-            raise _kind(name, given[name], "a function")
+    for name, function in given.items():
+        _check_kind(name, function, Callable, "a function")
     _resolve_model(model, options, given)
     if isinstance(recipe, Recipe):
         options["recipe"], given["recipe"] = recipe.name or "given", recipe
@@ -106,10 +90,8 @@ def resolve(
         _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a shardwright.Recipe")
         options["recipe"] = os.fspath(recipe)
     if data_collator is not None:
-        if not callable(data_collator):
-            raise _kind("data_collator", data_collator, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
+        _check_kind("data_collator", data_collator, Callable, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
         given["collator"] = data_collator
-        train_dataset, eval_dataset = _collated(data_collator, train_dataset, eval_dataset)
     _resolve_data(train_dataset, eval_dataset, options, given)
     if isinstance(processing_class, str | os.PathLike):
         options["tokenizer"] = os.fspath(processing_class)
@@ -127,7 +109,11 @@ def resolve(
             instead="processing_class=AutoTokenizer.from_pretrained(…); or model= as a hub id or folder, with its own",
         )
     if peft_config is not None:
-        args = replace(args, **_adapter(peft_config, args, found))
+        if not callable(getattr(peft_config, "to_dict", None)) or getattr(peft_config, "peft_type", None) != "LORA":
+            raise _kind("peft_config", peft_config, "a peft.LoraConfig")
+        written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
+        facts = facts_of(found.config or meta_model.load_config(args.model, written))
+        args = replace(args, **lora_options.options_of(peft_config.to_dict(), facts.model))
     return args, found
 
 
@@ -150,44 +136,35 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
         options["model"] = os.fspath(model)
 
 
-def _collated(collator: Collator, train: Any, evaluated: Any) -> tuple[Any, Any]:
-    """Turn the records into samples; a dict of sets stays a dict."""
+def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
     check_records("train_dataset", train)
     sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
-    for name, records in {"train_dataset": train, **{f"eval_dataset {n}": each for n, each in sets.items()}}.items():
-        if not isinstance(records, Dataset | IterableDataset):
+    if (collator := given.get("collator")) is not None:
+        named = {"train_dataset": train, **{f"eval_dataset {name}".strip(): each for name, each in sets.items()}}
+        other = next((name for name, each in named.items() if not isinstance(each, Dataset | IterableDataset)), None)
+        if other is not None:
             raise UserError(
-                asked=f"data_collator={type(collator).__name__} with {name.strip()}={records}",
+                asked=f"data_collator={type(collator).__name__} with {other}={named[other]}",
                 found="no Dataset and no IterableDataset",
                 why="a collator takes records with the columns that it knows, and files are read in shapes of our own",
                 instead="datasets.load_dataset(…), tokenised for the collator; or no data_collator",
             )
-    made = {name: collated(records, collator) for name, records in sets.items()}
-    return collated(train, collator), made if isinstance(evaluated, Mapping) else made.get("")
-
-
-def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
+        sets = {name: collated(each, collator) for name, each in sets.items()}
+        train = collated(train, collator)
     if train is not None:
-        check_records("train_dataset", train)
         options["dataset"] = _described(train)
         if isinstance(train, Dataset | IterableDataset):
             given["train"] = train
         if isinstance(train, IterableDataset):
             options["streaming"] = True
-    if evaluated is None:
-        return
-    sets = named_sets("eval_dataset", evaluated)
-    options["eval_dataset"] = ",".join(f"{name}={_described(each)}" if name else _described(each)
-                                       for name, each in sets.items())  # fmt: skip
-    given["evaluated"] = sets
+    if sets:
+        said = {name: _described(each) for name, each in sets.items()}
+        options["eval_dataset"] = ",".join(f"{name}={text}" if name else text for name, text in said.items())
+        given["evaluated"] = sets
 
 
 def named_sets(what: str, asked: Any) -> dict[str, Any]:
-    """Name → records; a single set has the empty name.
-
-    Raises:
-        UserError: they are no records, or a log entry can't have that name.
-    """
+    """Name → records; a single set has the empty name. UserError for no records, or a name no log entry can have."""
     sets = dict(asked) if isinstance(asked, Mapping) else {"": asked}
     for name, each in sets.items():
         check_records(what, each)
@@ -204,7 +181,7 @@ def named_sets(what: str, asked: Any) -> dict[str, Any]:
 
 
 def check_records(what: str, records: Any) -> None:
-    """Refuse ``records`` that are no dataset; ``what`` is the argument's name."""
+    """Refuse ``records`` of the argument ``what`` that are no dataset."""
     if isinstance(records, Mapping):
         raise UserError(
             asked=f"{what}=a {type(records).__name__} of {', '.join(map(str, records))}",
@@ -222,23 +199,11 @@ def _described(records: Records) -> str:
     return "an IterableDataset" if isinstance(records, IterableDataset) else os.fspath(records)
 
 
-def _adapter(config: Any, args: TrainingArguments, given: RunInputs) -> dict[str, Any]:
-    if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
-        raise _kind("peft_config", config, "a peft.LoraConfig")
-    recipe = given.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
-    return options_of(config.to_dict(), facts_of(given.config or load_config(args.model, recipe)).model)
-
-
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kind):
         raise _kind(name, value, wanted)
 
 
 def _kind(name: str, value: Any, wanted: str) -> UserError:
-    kind = type(value)
-    return UserError(
-        asked=f"{name}={value!r:.80}",
-        found=f"a {kind.__module__}.{kind.__qualname__}",
-        why="it is of another kind",
-        instead=wanted,
-    )
+    found = f"a {type(value).__module__}.{type(value).__qualname__}"
+    return UserError(asked=f"{name}={value!r:.80}", found=found, why="it is of another kind", instead=wanted)

@@ -23,25 +23,22 @@ from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.model import lora_options as lora_options
-from shardwright.model.assembly import assembled
+from shardwright.model import assembly, lora_options, meta_model, model_checks, unused_parameters
 from shardwright.model.facts import ModelFacts, facts_of
-from shardwright.model.meta_model import load_config
-from shardwright.model.model_checks import attention_of, check_model
-from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
 
-HALVINGS, SHORTEST = 3, 32  # of a row, without packing: how often it is halved at most, and its fewest tokens
+# of a row, without packing: how often it is halved at most, since each length costs a compile, and its fewest tokens
+HALVINGS, SHORTEST = 3, 32
 
 
 @dataclass(frozen=True)
 class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
-    A neighbour shares the model's facts, and with them the model and all that was tried with it. ``recipe`` has the
-    arguments' overrides (:func:`effective_recipe`).
+    A neighbour shares the model's facts, and with them all that was tried with it. ``recipe`` has the overrides of
+    ``args``: ``--mesh``, ``--compute``, ``--bf16``.
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -61,25 +58,27 @@ class Job:
         recipe: Recipe | None = None,
         config: PretrainedConfig | None = None,
     ) -> Job:
-        """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs, if given.
-
-        ``count_devices`` is called last: it may have to open the devices.
-
-        Raises:
-            UserError: as the class; no such recipe or model.
-        """
+        """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs; raises as the class."""
         settings = Settings.of(args)
-        written = None if recipe is None and args.recipe == AUTO else effective_recipe(args, recipe)
-        facts = facts_of(config or load_config(args.model, written or UNMADE))
-        # a job that the model can't do is refused before a device is asked for
-        check_model(written or _made_recipe(args, facts), settings, facts)
+        written = _written_recipe(args, recipe)
+        facts = facts_of(config or meta_model.load_config(args.model, written or UNMADE))
+        # a job that the model can't do is refused before a device is asked for, which may have to open the devices
+        model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
         return cls(written or _made_recipe(args, facts, devices), settings, devices, facts)
 
     def __post_init__(self) -> None:
-        check_model(self.recipe, self.args, self.facts)
+        model_checks.check_model(self.recipe, self.args, self.facts)
         _ = self.stored
-        _check_dropless(self)
+        rows, length, devices = self.micro_batch_rows, self.args.sequence_length, self.devices
+        if self.recipe.compute.experts == "dropless" and rows * length % devices:
+            raise UserError(
+                asked=f"recipe {self.recipe.name}: Compute(experts='dropless')",
+                found=f"micro-batches of {rows} rows × {length} tokens on {devices} devices",
+                why="every device sorts as many tokens as the next",
+                instead=f"--sequence_length {math.ceil(length / devices) * devices}, "
+                f"or --per_device_train_batch_size {devices // math.gcd(rows * length, devices)} times as large",
+            )
         if self.lora is not None:
             lora_options.check_use(self.adapted, self.unused[0], self.args)
 
@@ -109,14 +108,14 @@ class Job:
 
     @functools.cached_property
     def _assembled(self) -> tuple[PreTrainedModel, str]:
-        """The model that runs, and why its layers run one by one although the recipe scans them."""
+        """:attr:`assembled`, and why its layers run one by one although the recipe scans them."""
         compute, why = self.recipe.compute, ""
-        chosen = self.lora, attention_of(self.recipe, self.args, self.facts), compute.experts
+        chosen = self.lora, model_checks.attention_of(self.recipe, self.args, self.facts), compute.experts
         if compute.scan:
-            stacked, why = assembled(self.facts, *chosen, "stacked")
+            stacked, why = assembly.assembled(self.facts, *chosen, "stacked")
             if not why or compute.remat == "none":
                 return stacked, why
-        return assembled(self.facts, *chosen, "plain" if compute.remat == "none" else "wrapped")[0], why
+        return assembly.assembled(self.facts, *chosen, "plain" if compute.remat == "none" else "wrapped")[0], why
 
     @property
     def assembled(self) -> PreTrainedModel:
@@ -138,12 +137,8 @@ class Job:
 
     @property
     def unused(self) -> tuple[frozenset[str], str | None]:
-        """Names of the parameters that take no part in the loss; and, if that can't be told, why.
-
-        Raises:
-            UserError: none takes part.
-        """
-        return unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
+        """Names of the parameters with no part in the loss, and why, if that can't be told; UserError if it is all."""
+        return unused_parameters.unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
 
     @functools.cached_property
     def untrained(self) -> frozenset[str]:
@@ -152,16 +147,9 @@ class Job:
 
     @functools.cached_property
     def trained(self) -> dict[str, list[bool]]:
-        """Stored name → whether a gradient reaches it, for each layer of a stack or for the parameter alone.
-
-        Raises:
-            UserError: none reaches any.
-        """
-        unused, _ = self.unused
-        return {
-            entry.name: [entry.trained and name not in unused for name in self.stored.members(entry.name)]
-            for entry in self.stored.parameters
-        }
+        """Stored name → whether a gradient reaches it, for each layer of a stack; raises as :attr:`unused`."""
+        unused, entries = self.unused[0], self.stored.parameters
+        return {e.name: [e.trained and name not in unused for name in self.stored.members(e.name)] for e in entries}
 
     @property
     def micro_batch_rows(self) -> int:
@@ -170,10 +158,7 @@ class Job:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one.
-
-        Each costs a compile, and a row shorter than the shortest saves next to nothing.
-        """
+        """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one."""
         length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # devices that share a row
         halves = [length >> n for n in range(HALVINGS + 1) if length % (1 << n) == 0] if not self.args.packing else []
         return tuple(sorted({length} | {half for half in halves if half >= SHORTEST and half % sharers == 0}))
@@ -185,7 +170,7 @@ class Job:
 
     @property
     def evaluation_rows(self) -> int:
-        """Rows of an evaluation batch, on all devices together: a micro-batch's, or fewer with a capacity.
+        """Rows of an evaluation batch: a micro-batch's, or fewer with a capacity.
 
         An evaluation drops no token, so each expert has a slot for every one. Limited to twice the train step's slots
         it takes no more memory than that step, whose backward keeps a gradient beside each tensor of slots.
@@ -198,7 +183,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Rows of a step: of all its micro-batches, on all devices together."""
+        """Rows of a step: of all its micro-batches."""
         return self.micro_batch_rows * self.args.gradient_accumulation_steps
 
     @property
@@ -210,6 +195,7 @@ class Job:
         own = ("output_dir", "staging_dir")  # the first host chooses the one for all, each host the other for itself
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}
+        del texts["the job's training_args.json"]
         return {
             **arguments,
             "whether --staging_dir is given": str(self.args.staging_dir is not None),
@@ -217,33 +203,27 @@ class Job:
             "Python": sys.version.split()[0],
             **versions(),
             "Shardwright's code": code_digest(),
-            **{name: text for name, text in texts.items() if "training_args" not in name},
+            **texts,
         }
 
     def as_texts(self) -> dict[str, Any]:
         """File name → JSON content of the files in the output folder that record the run."""
-        texts = {
-            "recipe.json": self.recipe.as_dict(),
-            "training_args.json": self.args.as_dict(),
-            "plan.json": self.plan.as_json(),
-        }
+        recipe, args, plan = self.recipe.as_dict(), self.args.as_dict(), self.plan.as_json()
+        texts = {"recipe.json": recipe, "training_args.json": args, "plan.json": plan}
         if self.lora is not None:
             texts[lora_options.CONFIG] = lora_options.as_config(self.lora, self.model, self.args.model, {})
         return texts
 
 
-def effective_recipe(args: TrainingArguments, recipe: Recipe | None = None) -> Recipe:
-    """``recipe``, or the one that ``args`` name, with their overrides (``--mesh``, ``--compute``, ``--bf16``).
-
-    Raises:
-        UserError: no such recipe, or an override that it can't take.
-    """
+def _written_recipe(args: TrainingArguments, recipe: Recipe | None) -> Recipe | None:
+    """``recipe``, or the one that ``args`` name, with their overrides; None: it is to be made for the model."""
+    if recipe is None and args.recipe == AUTO:
+        return None
     recipe = recipe or load_recipe(args.recipe)
     return _overridden(recipe if args.mesh is None else recipe.with_mesh(args.mesh), args)
 
 
 def _made_recipe(args: TrainingArguments, facts: ModelFacts, devices: int | None = None) -> Recipe:
-    """The recipe made for a model, on the axes of ``--mesh``, with the other overrides of ``args``."""
     return _overridden(auto_recipe(facts.model, facts.experts, args.mesh, devices).recipe, args)
 
 
@@ -253,16 +233,3 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
     if args.bf16 is not None:
         recipe = replace(recipe, compute=replace(recipe.compute, dtype="bfloat16" if args.bf16 else "float32"))
     return recipe
-
-
-def _check_dropless(job: Job) -> None:
-    tokens = job.micro_batch_rows * job.args.sequence_length
-    if job.recipe.compute.experts == "dropless" and tokens % job.devices:
-        raise UserError(
-            asked=f"recipe {job.recipe.name}: Compute(experts='dropless')",
-            found=f"micro-batches of {job.micro_batch_rows} rows × {job.args.sequence_length} tokens on {job.devices} "
-            "devices",
-            why="every device sorts as many tokens as the next",
-            instead=f"--sequence_length {math.ceil(job.args.sequence_length / job.devices) * job.devices}, "
-            f"or --per_device_train_batch_size {job.devices // math.gcd(tokens, job.devices)} times as large",
-        )

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 
 from shardwright.arguments.training import DEFAULT_RATE
-from shardwright.checkpoint.host_state import host_state, set_random_state
-from shardwright.checkpoint.lineage import folder_of, noted, noted_folder
-from shardwright.checkpoint.output_folder import output_folder
+from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
-from shardwright.checkpoint.staging import open_staging
 from shardwright.checkpoint.trained_model import TrainedModel
-from shardwright.checkpoint.write import CheckpointWriter, run_texts
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -31,15 +27,14 @@ from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
+from shardwright.inputs import TrainerCallbacks
 from shardwright.job import Job
 from shardwright.model.unused_parameters import notice
 from shardwright.monitoring import messages
 from shardwright.monitoring import state as states
-from shardwright.monitoring.callbacks import Callbacks
+from shardwright.monitoring.callbacks import Callbacks, Tracker
 from shardwright.monitoring.log import RunLog
 from shardwright.monitoring.run_page import RunPage
-from shardwright.monitoring.throughput import Meter, least_seconds
-from shardwright.monitoring.trackers import Tracker
 from shardwright.report.lines import say, waiting
 from shardwright.report.terminal import ProgressCallback
 from shardwright.step.build import evaluation_step, place_model
@@ -51,28 +46,24 @@ from shardwright.weights.weight_sources import Source, seeded_init
 from shardwright.xla.batch import batch_share
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.profile import ProfileCallback
-from shardwright.xla.runtime import chip
 from shardwright.xla.stop_requests import StopRequests
 
 
 class TrainingLoop:
     """Trains one causal language model.
 
-    The constructor refuses unfit data or an unfit checkpoint before a weight is placed.
-
     Args:
-        corpus: rows to train on and held-out rows, of which ``max_eval_rows`` are evaluated.
         source: the starting weights, under the names of ``job.facts.whole``; default: a random init from the seed.
         resume: the checkpoint to go on from, under whatever recipe and mesh it was saved.
-        callbacks: transformers callbacks; docs/run.md says what they are told, and when.
+        callbacks: transformers'; docs/run.md says what they are told, and when.
         compute_loss: the loss, of the model's outputs, in place of its own.
         goes_on_after: whether the run begins again after an error, so that the model is not written out then.
         after: the error that ended the process before this one, if the run itself goes on after it.
         lock: the output folder's, where the caller holds it already; else :meth:`train` takes it.
 
     Raises:
-        UserError: the job is for another number of devices, the rows don't fill a batch, or the checkpoint is another
-            model's or of other data.
+        UserError: before a weight is placed: the job is for another number of devices, the rows don't fill a batch, or
+            the checkpoint is another model's or of other data.
     """
 
     def __init__(
@@ -82,7 +73,7 @@ class TrainingLoop:
         *,
         source: Source | None = None,
         resume: RunCheckpoint | None = None,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+        callbacks: TrainerCallbacks = (),
         console: Console | None = None,
         lock: FolderLock | None = None,
         compute_loss: LossFunction | None = None,
@@ -93,12 +84,12 @@ class TrainingLoop:
         corpus, self.reference = referred(corpus, job.args)
         held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
         hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
-        job, epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
+        job, self.state, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.job, self.args, self.corpus, self.resume, self.goes_on_after = job, job.args, corpus, resume, goes_on_after
         self.console, self.stop = console or Console(), StopRequests()
-        self.folder = output_folder(self.args)
+        self.folder = output_folder.output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
-        self.watch = RunPage(self.folder, job, self.console, resume, self.lock.check_held, after)
+        self.watch = RunPage(self.folder, job, self.state, self.console, resume, self.lock.check_held, after)
 
         # ---- batches, and where they go on ----
         self.mesh = build_mesh(job.recipe.mesh)
@@ -132,21 +123,20 @@ class TrainingLoop:
         # ---- the loop's state, in transformers' own classes ----
         if resume is not None:
             self.train_step.metrics_read = resume.host["metrics_read"]
-            self.schedule.skip(resume.step)
-        self.state, self.control = states.state_at_the_start(self.args, resume, epoch), TrainerControl()
+            self.schedule.advance(resume.step)
+        self.control = TrainerControl()
         flow: list[Any] = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
         if self.args.profile_steps is not None:
             flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
         self.callbacks = Callbacks(flow, placed.model, tokenizer, self.schedule, self.state.stateful_callbacks)
-        texts = run_texts(job.as_texts(), job.config, tokenizer)
+        texts = write.run_texts(job.as_texts(), job.config, tokenizer)
         output = Folder(str(self.folder))  # where every host writes its part
-        staging = open_staging(self.args.staging_dir, output) if self.args.staging_dir else None
+        staged = staging.open_staging(self.args.staging_dir, output) if self.args.staging_dir else None
         tell, limit = functools.partial(say, self.console), self.args.save_total_limit
-        self.checkpoints = CheckpointWriter(output, texts, limit, self.lock.check_held, staging, tell)
+        self.checkpoints = write.CheckpointWriter(output, texts, limit, self.lock.check_held, staged, tell)
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
-        self.meter = Meter(self.train_step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
-        self.log = RunLog(self.state, self.meter, self.watch, self.args, self.console, self._event)
+        self.log = RunLog(job, self.train_step, self.state, self.watch, self.console, self._event)
         self._event("on_init_end")
 
     @lasting_output()
@@ -154,20 +144,15 @@ class TrainingLoop:
         """Run the loop to ``max_steps``, a signal or a loss that is not finite; leaves the output folder complete.
 
         Raises:
-            UserError: the loss became NaN or infinite (names the step; the last good state is saved), a step would
-                compile again, a checkpoint could not be written, or the best one could not be read (the last step's
-                weights are written then).
+            UserError: the loss became NaN or infinite (the last good state is saved), a step would compile again, a
+                checkpoint could not be written, or the best one not read (the last step's weights are written then).
         """
         if not self.args.goal.parts:  # the loss is that of tokens
             with waiting(self.console, "counting tokens for the unigram model …"):
                 vocabulary = self.job.config.get_text_config().vocab_size
                 self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
-        with (
-            self.lock,
-            self.checkpoints,
-            self.stop.listen(),
-            hosts().watchdog.over(self.args.hang_timeout, self.watch.clock),
-        ):
+        watched = hosts().watchdog.over(self.args.hang_timeout, self.watch.clock)
+        with self.lock, self.checkpoints, self.stop.listen(), watched:
             self._take_over_the_folder()
             self._refer()
             try:
@@ -177,14 +162,14 @@ class TrainingLoop:
                 try:
                     if self.train_step.begun:  # before the first step nothing was learned
                         goes_on = not self.stop.any and self.goes_on_after(why)
-                        self.watch.note_end(self.state) if goes_on else self._write_out()
+                        self.watch.note_end() if goes_on else self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this
                     say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
                 raise why from None
             problem = self._write_out_with(best)
             found = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
-            self.watch.finish(self.state, self.meter.expert_load)
+            self.watch.finish()
         self.log.programs()
         first, unigram = self.evaluator.first_loss, self.watch.unigram
         self.console.print(states.closing(self.state, first, found, unigram, self.folder))
@@ -195,9 +180,8 @@ class TrainingLoop:
     def evaluate(self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluate the held-out sets, or ``sets``; the result is also logged and told to the callbacks.
 
-        Returns:
-            ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
-            set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
+        It is ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
+        set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
 
         Raises:
             UserError: the objective compares with the starting weights, which did not see ``sets``.
@@ -227,15 +211,15 @@ class TrainingLoop:
 
     def _loop(self) -> None:
         if self.resume is not None:
-            set_random_state(self.resume.host["random"])
+            host_state.set_random_state(self.resume.host["random"])
         self._event("on_train_begin")
-        self.meter.begin()
+        self.log.begin()
         try:
             self._evaluate_first()
             self.watch.clock.turn_to("steps")
             while not self._ends():
                 self._run_epoch()
-            self.log.write(self.meter.summary() | self.watch.spent(self.state))
+            self.log.summary()
         finally:
             self.watch.clock.turn_to("save")
             self._event("on_train_end")
@@ -246,23 +230,19 @@ class TrainingLoop:
         return self.state.global_step >= self.args.max_steps or self.control.should_training_stop or self.stop.any
 
     def _evaluate_first(self) -> None:
-        """Evaluate before the first step, if that is asked for.
-
-        A resumed run evaluates only if a signal cut short the evaluation before its save: its losses and its best
-        weights are then those of a run that was never stopped.
-        """
-        state, args = self.state, self.args
+        # a resumed run evaluates only if a signal cut short the evaluation before its save: its losses and its best
+        # weights are then those of a run that was never stopped
+        state = self.state
         if self.resume is None:
-            if args.eval_on_start:
+            if self.args.eval_on_start:
                 self._evaluate_and_log()
-            return
-        if states.lacks_evaluation(state, args, self.evaluator.last_loss):
+        elif states.lacks_evaluation(state, self.args, self.evaluator.last_loss):
             self._evaluate_for_best()
             if state.best_global_step == state.global_step:
-                state.best_model_checkpoint = noted(self.resume.folder, self.folder)
+                state.best_model_checkpoint = lineage.noted(self.resume.folder, self.folder)
 
     def _run_epoch(self) -> None:
-        """Steps until the data's epoch ends, or a callback or a signal ends it or the run."""
+        """Step until the data's epoch ends, or a callback or a signal ends it or the run."""
         self._event("on_epoch_begin")
         self._epoch = int(self.batches.epoch)
         while True:
@@ -274,7 +254,7 @@ class TrainingLoop:
         self._log_evaluate_save()
 
     def _step(self) -> None:
-        """One optimizer step and its events; events inside its computation come right before and after it."""
+        """One optimizer step; the events inside its computation come right before and after it."""
         state, step = self.state, self.state.global_step + 1
         self._event("on_step_begin")
         with self.watch.clock.on("data"):
@@ -287,15 +267,12 @@ class TrainingLoop:
         self._event("on_optimizer_step")
         self.schedule.advance()
         state.global_step, state.epoch = step, self.batches.epoch
-        state.num_input_tokens_seen += self.meter.stepped(batch["input_ids"].shape[1])
+        self.log.stepped(batch["input_ids"].shape[1])
         self._event("on_step_end")
         self.stop.after_step(step)
 
     def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save, as the control says.
-
-        A stop by signal saves before it logs: the saved state is that of a run that went on.
-        """
+        """As the control says. A stop by signal saves before it logs: the saved state is that of a run that went on."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
             self.log.steps(self._last_rate)
@@ -321,9 +298,9 @@ class TrainingLoop:
             found = self.evaluator(stoppable=True)
             if self.watch.samples is not None and not self.stop.any:
                 self.watch.samples.take(self.state.global_step, self.placed)
-        self.meter.leave_out(time.perf_counter() - started)
+        self.log.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
-        self.watch.update(self.state, self.meter.expert_load)
+        self.watch.update()
         return None if self.stop.any else found
 
     def _tell_evaluated(self, found: dict[str, float]) -> None:
@@ -342,9 +319,9 @@ class TrainingLoop:
         messages.check_good(metrics, self.state, self.args)  # a state after a bad step must not pass for a good one
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
-            state.best_model_checkpoint = noted(folder_of(self.folder, step), self.folder)
+            state.best_model_checkpoint = lineage.noted(lineage.folder_of(self.folder, step), self.folder)
         data, read = self.batches.state_dict(), self.train_step.metrics_read
-        host = host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
+        host = host_state.host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         saved = self.trained.saved(self.train_step.state)
         with self.watch.clock.on("save"):
@@ -357,21 +334,20 @@ class TrainingLoop:
         for name, content in self.job.as_texts().items():
             self.folder.write(name, as_json(content))
         if aside := self.checkpoints.begin(self.resume):
-            say(self.console, messages.set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
-        self.watch.update(self.state, ())
+            say(self.console, messages.set_aside(aside, self.folder))
+        self.watch.update()
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
-        if self.stop.any or (best := messages.best_elsewhere(self.args, self.state, self.folder)) is None:
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        last = lineage.noted(lineage.folder_of(self.folder, self.state.global_step), self.folder)
+        if self.stop.any or best is None or best == last:
             return None
         self.log.saved(self.checkpoints.wait())
-        return noted_folder(best, self.folder)
+        return lineage.noted_folder(best, self.folder)
 
     def _write_out_with(self, best: Folder | None) -> UserError | None:
-        """Write out with the weights in ``best``, and only then place them on the devices.
-
-        If they can't be read, the last step's weights are written, and the error to end with is returned.
-        """
+        """Write out the weights in ``best``, then place them; or the last step's, and the error of unreadable ones."""
         if best is None:
             self._write_out()
             return None
@@ -392,7 +368,7 @@ class TrainingLoop:
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.trained.write(self.folder / "model", source)
         self.log.saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
-        self.watch.finish(self.state, self.meter.expert_load)
+        self.watch.finish()
 
     def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))

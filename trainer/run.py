@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,10 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.checkpoint import elastic
+from shardwright.checkpoint import elastic, output_folder, staging
 from shardwright.checkpoint.lineage import live_steps
-from shardwright.checkpoint.output_folder import claimed_by_all, find_output, output_folder, resumes_in
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint
 from shardwright.checkpoint.rollback import Rollbacks
-from shardwright.checkpoint.staging import open_staging, recover
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.record_sources import locate
@@ -31,45 +29,40 @@ from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
 from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
-from shardwright.inputs import RunInputs
+from shardwright.inputs import RunInputs, TrainerCallbacks
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described
+from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
-from shardwright.monitoring.trackers import open_trackers
 from shardwright.report.lines import say, waiting
-from shardwright.step.auto_remat import answer, is_auto, with_remat
-from shardwright.step.train_step import let_go
+from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
 from shardwright.weights.weight_sources import Source, has_weights
-from shardwright.xla.device_mesh import check_mesh
-from shardwright.xla.runtime import chip, device_count, init_runtime
+from shardwright.xla import device_mesh, runtime
 
 
 @dataclass(frozen=True)
 class Start:
-    """A run checked for all but its data; nothing is written and no device opened.
-
-    ``source`` has the starting weights; None: a random init, or the checkpoint ``resume`` holds them all.
-    """
+    """A run checked for all but its data; nothing is written and no device opened."""
 
     job: Job
     given: RunInputs
     lock: FolderLock
     tokenizer: PreTrainedTokenizerBase | None
-    source: Source | None
+    source: Source | None  # the starting weights; None: a random init, or the checkpoint `resume` holds them all
     resume: RunCheckpoint | None
-    callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
+    callbacks: TrainerCallbacks
     console: Console
-    restarts: Restarts | None = None
+    restarts: Restarts | None
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Hold the output folder inside the ``with``: of several hosts the first does, for all."""
-        with hosts().answerable(), claimed_by_all(self.lock):
+        with hosts().answerable(), output_folder.claimed_by_all(self.lock):
             yield
 
     @property
@@ -80,7 +73,9 @@ class Start:
     def goes_on_after(self, error: Exception) -> bool:
         """Whether the run, which had begun, goes on after ``error``: its model need not be written out then."""
         if isinstance(error, Spiked) and self.job.args.on_spike == "rollback":
-            return self.rollbacks.prepare(error, self._newest())
+            own, accept = hosts().once(lambda: live_steps(self.lock.folder)), functools.partial(_check_resume, self.job)
+            newest = find_checkpoint("latest", self.lock.folder, self.console, accept) if own else self.resume
+            return self.rollbacks.prepare(error, newest)
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
@@ -92,24 +87,15 @@ class Start:
             if self.rollbacks.back is before:
                 raise
             say(self.console, f"spike:   {self.rollbacks.why}")
-            let_go(loop.trained.model, loop.train_step)
+            train_step.let_go(loop.trained.model, loop.train_step)
             return False
         return True
 
-    def _newest(self) -> RunCheckpoint | None:
-        """The newest checkpoint that the run can go back to: its own, or the one its command names."""
-        accept = functools.partial(_check_resume, self.job)
-        own = hosts().once(lambda: live_steps(self.lock.folder))
-        return find_checkpoint("latest", self.lock.folder, self.console, accept) if own else self.resume
-
     def open(self) -> TrainingLoop:
         """Open devices, data and weights, and the loop on them."""
-        started = time.perf_counter()
-        console, back = self.console, self.rollbacks.back
+        started, console, back = time.perf_counter(), self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
-        _say_what_runs(self.job, console)
-        if resume is not None:
-            _say_where_it_goes_on(resume, self.job, console)
+        _say_what_runs(self.job, resume, console)
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -137,13 +123,12 @@ class Start:
 def train(
     args: TrainingArguments,
     console: Console | None = None,
-    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+    callbacks: TrainerCallbacks = (),
     restarts: Restarts | None = None,
 ) -> TrainingLoop:
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
-    Args:
-        restarts: what this process's supervisor told it; None: it has none, and can't begin anew.
+    ``restarts`` is what this process's supervisor told it; without one it can't begin anew.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
@@ -172,7 +157,7 @@ class _Noted(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._begun:
             self._begun = True
-            self._note(args, saved=False)
+            note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved=False))
             self._look(args)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -181,16 +166,13 @@ class _Noted(TrainerCallback):
 
     def _look(self, args: Any) -> None:
         if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
-            self._note(args, saved=True)
-
-    def _note(self, args: Any, *, saved: bool) -> None:
-        note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved))
+            note(more=words_again(args.output_dir, args.resume_from_checkpoint, saved=True))
 
 
 def prepare(
     args: TrainingArguments,
     given: RunInputs,
-    callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    callbacks: TrainerCallbacks,
     console: Console,
     *,
     writes: bool = True,
@@ -199,59 +181,49 @@ def prepare(
     """Refuse what can be, cheapest first.
 
     Until the end no device is opened, and nothing is written but what a run had staged and not yet copied to the output
-    folder. If the run ``writes``, its output folder must be free.
-
-    Raises:
-        UserError: anything in the arguments, the recipe or the model that can't be.
+    folder. If the run ``writes``, its output folder must be free. Raises UserError.
     """
     args.check_beside(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
     check_limit(args.max_restarts, restarts)
     trackers = open_trackers(args.report_to, console)
-    job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
+    job = Job.resolve(args, runtime.device_count, recipe=given.recipe, config=given.config)
     console.quiet = console.quiet or not hosts().first
     if hosts().first:
         callbacks = [*callbacks, *trackers]
     with hosts().answerable():
         if hosts().several:
             hosts().check_same(job.fingerprint())
-        job = _with_remat(job, console)
-        start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
-    return replace(start, restarts=restarts)
-
-
-def _with_remat(job: Job, console: Console) -> Job:
-    """``job``, with a remat policy chosen for it where its recipe says auto."""
-    if not is_auto(job):
-        return job
-    known = chip()
-    policy, why, kept = hosts().once(lambda: answer(job, known.name if known else ""))
-    say(console, f"remat:   {policy} ({why})")
-    for value in kept:
-        say(console, f"         kept: {value} a chip")
-    return with_remat(job, policy)
+        if auto_remat.is_auto(job):
+            known = runtime.chip()
+            policy, why, kept = hosts().once(lambda: auto_remat.answer(job, known.name if known else ""))
+            say(console, f"remat:   {policy} ({why})")
+            for value in kept:
+                say(console, f"         kept: {value} a chip")
+            job = auto_remat.with_remat(job, policy)
+        return hosts().together(lambda: _prepared(job, given, callbacks, console, writes, restarts))
 
 
 def _prepared(
-    job: Job,
-    given: RunInputs,
-    callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
-    console: Console,
-    writes: bool,
+    job: Job, given: RunInputs, callbacks: TrainerCallbacks, console: Console, writes: bool, restarts: Restarts | None
 ) -> Start:
     """The checks once the number of devices is known; every host of the job makes them."""
-    check_mesh(job.recipe.mesh)
+    device_mesh.check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
     if job.args.sample_prompts is not None:
         read_prompts(job.args.sample_prompts)
-    output = hosts().once(lambda: str(find_output(job.args, job.recipe.name, writes=writes)))
+    output = hosts().once(lambda: str(output_folder.find_output(job.args, job.recipe.name, writes=writes)))
     job = replace(job, args=replace(job.args, output_dir=output))
     args = job.args
     tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
-    lock = FolderLock(output_folder(args), console)
+    lock = FolderLock(output_folder.output_folder(args), console)
     if writes:
         hosts().once(lock.check_free)
-        _recover(args, lock, console)
+        if args.staging_dir is not None:  # what an earlier run left staged on its hosts
+            staged = staging.open_staging(args.staging_dir, Folder(output))
+            staged.check(hosts())
+            if output_folder.resumes_in(args.resume_from_checkpoint, Folder(output)):
+                staging.recover(staged, Folder(output), functools.partial(output_folder.claimed_by_all, lock), console)
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
@@ -261,18 +233,7 @@ def _prepared(
     source: Source | None = given.weights(job.facts.whole) if needed else None
     if needed and args.model and has_weights(args.model):
         source = open_hub_weights(args.model, job.facts.whole)
-    return Start(job, given, lock, tokenizer, source, resume, callbacks, console)
-
-
-def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> None:
-    """Copy checkpoints that an earlier run left staged on its hosts to the output folder."""
-    if args.staging_dir is None:
-        return
-    output = Folder(str(args.output_dir))
-    staging = open_staging(args.staging_dir, output)
-    staging.check(hosts())
-    if resumes_in(args.resume_from_checkpoint, output):
-        recover(staging, output, functools.partial(claimed_by_all, lock), console)
+    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts)
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
@@ -319,8 +280,8 @@ def _load_data(start: Start, console: Console) -> Corpus:
     return corpus
 
 
-def _say_what_runs(job: Job, console: Console) -> None:
-    say(console, f"devices: {init_runtime()}")
+def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
+    say(console, f"devices: {runtime.init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
@@ -331,9 +292,8 @@ def _say_what_runs(job: Job, console: Console) -> None:
         made = auto_recipe(job.model, job.facts.experts, job.args.mesh, job.devices)
         for pattern, text in made.undivided.items():
             say(console, f"recipe:  {pattern}: {text}")
-
-
-def _say_where_it_goes_on(resume: RunCheckpoint, job: Job, console: Console) -> None:
+    if resume is None:
+        return
     say(console, f"resume:  {resume.folder}")
     left_out = ["max_steps", "warmup_steps"] if job.args.max_steps < 1 else []  # before the data are read
     if (kept := elastic.said(job, resume)) is not None:

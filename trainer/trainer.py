@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
+import numpy as np
 from datasets import Dataset, IterableDataset
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
@@ -23,7 +23,7 @@ from shardwright.data.samples.collator import Collator, collated
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.hosts.output_streams import lasting_output
-from shardwright.inputs import Records, check_records, named_sets, resolve
+from shardwright.inputs import Records, TrainerCallbacks, check_records, named_sets, resolve
 from shardwright.layout.recipe import Recipe
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import targets
@@ -74,7 +74,7 @@ class Trainer:
         data_collator: Collator | None = None,
         compute_loss_func: LossFunction | None = None,
         compute_metrics: ComputeMetrics | None = None,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        callbacks: TrainerCallbacks | None = None,
         peft_config: Any = None,
         console: Console | None = None,
     ) -> None:
@@ -115,8 +115,7 @@ class Trainer:
                 none yet. Default: what ``args`` say.
 
         Raises:
-            UserError: anything in the arguments, the recipe, the model or the data that can't be; or the trainer has
-                trained already.
+            UserError: anything that can't be; or the trainer has trained already.
         """
         if resume_from_checkpoint:
             where = "latest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
@@ -125,15 +124,20 @@ class Trainer:
             start = self._prepare(writes=True)
         else:
             start = self._start
-            self._check_not_trained(self._loop)
+            if self._loop.train_step.begun:
+                raise UserError(
+                    asked="train() once more",
+                    found=f"this trainer has trained to step {self._loop.state.global_step}",
+                    why="a run has one output folder, one learning rate schedule and one log",
+                    instead="train(resume_from_checkpoint=True) to go on with a larger max_steps, or another Trainer",
+                )
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
         with start.claimed():
             loop = self._loop or self._open(start)
             while not start.trained(loop):
                 loop = self._open(start)
-        state = loop.state
-        metrics = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), {})
-        return TrainOutput(state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
+        metrics = next((entry for entry in reversed(loop.state.log_history) if "train_runtime" in entry), {})
+        return TrainOutput(loop.state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
 
     def evaluate(
         self, eval_dataset: Records | Mapping[str, Records] | None = None, metric_key_prefix: str = "eval"
@@ -162,8 +166,7 @@ class Trainer:
         check_records("test_dataset", test_dataset)
         rows = self._rows(test_dataset)
         metrics, ids, log_probs = self.loop.evaluator.predict(rows, metric_key_prefix)
-        labels = targets(as_batch(rows.read(torch.arange(len(rows)).numpy()))["labels"])
-        both: Any = (ids, log_probs)
+        labels, both = targets(as_batch(rows.read(np.arange(len(rows))))["labels"]), cast(Any, (ids, log_probs))
         return PredictionOutput(both, labels.numpy(), metrics)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -221,18 +224,8 @@ class Trainer:
         return self._loop
 
     def _rows(self, records: Any) -> StoredRows:
-        """The rows of further records, made as the run's own are."""
-        loop = self.loop
+        loop = self.loop  # sets _start
         assert self._start is not None
         if self._given.collator is not None and isinstance(records, Dataset | IterableDataset):
             records = collated(records, self._given.collator)
         return load_rows_of(records, self._start.data, loop.corpus.tokenizer)
-
-    def _check_not_trained(self, loop: TrainingLoop) -> None:
-        if loop.train_step.begun:
-            raise UserError(
-                asked="train() once more",
-                found=f"this trainer has trained to step {loop.state.global_step}",
-                why="a run has one output folder, one learning rate schedule and one log",
-                instead="train(resume_from_checkpoint=True) to go on with a larger max_steps, or another Trainer",
-            )

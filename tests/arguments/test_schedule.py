@@ -57,7 +57,7 @@ def test_rates_are_transformers_own_and_a_resumed_schedule_goes_on_with_them(kin
         theirs.step()
     assert rates(Schedule(kind, PEAK, WARMUP, STEPS, options), STEPS) == expected
     resumed = Schedule(kind, PEAK, WARMUP, STEPS, options)
-    resumed.skip(17)
+    resumed.advance(17)
     assert rates(resumed, STEPS - 17) == expected[17:]
     args = TrainingArguments("any", lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=5, max_steps=40)
     assert rates(args.schedule(PEAK), STEPS) == expected

@@ -88,7 +88,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         write(self, name, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        for room in ("loop", "monitoring.run_page"):  # MFU and HBM are those of a chip whose peak is known
+        for room in ("monitoring.log", "monitoring.run_page"):  # MFU and HBM are those of a chip whose peak is known
             patch.setattr(f"shardwright.{room}.chip", lambda: CHIPS["v5e"])
         patch.setattr("shardwright.monitoring.run_page._SHARE", 1e9)  # however quick a step is, its page is written
         with patch.context() as inner:

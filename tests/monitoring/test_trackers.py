@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
-from shardwright.monitoring.trackers import Tracker, open_trackers
+from shardwright.monitoring.callbacks import Tracker, open_trackers
 from shardwright.run import train
 from tests.monitoring.test_run_page import live
 

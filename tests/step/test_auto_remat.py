@@ -72,11 +72,11 @@ def test_a_run_says_what_auto_is_and_notes_it_in_its_recipe(tmp_path):
 def test_a_runs_page_says_value_by_value_what_its_backward_is_given(tmp_path):
     job = job_of(load_recipe("llama_fsdp").with_compute("remat=0.4"), sequence_length=16, output_dir=str(tmp_path))
     placed = place_model(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))
-    watch = RunPage(Folder(str(tmp_path)), job, Console(quiet=True), None)
+    watch = RunPage(Folder(str(tmp_path)), job, TrainerState(max_steps=1), Console(quiet=True), None)
     watch.model = placed.model
     rows = torch.zeros((job.rows, 16), dtype=torch.int64)
     TrainStep(placed)({"input_ids": rows, "labels": rows}, step=1, learning_rate=1e-3)
-    watch.update(TrainerState(max_steps=1), ())
+    watch.update()
     page = (tmp_path / "report.html").read_text()
     values = layer_values(job, placed.model)
     assert {value.kept for value in values} == {True, False}

@@ -24,6 +24,7 @@ from shardwright.checkpoint.tensors import StoredTensors, open_tensors, write_in
 from shardwright.compile.lowering import lower
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
+from shardwright.folder_entries import folder_entries
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan_table import held_by_a_device
@@ -266,8 +267,9 @@ class Momentum(Optimizer):
 WITH_IT = """
 import sys
 from shardwright import optimizers
+from shardwright.folder_entries import folder_entries
 optimizers.__path__.append(sys.argv.pop(1))
-optimizers.OPTIMIZERS.update(optimizers.entries())
+optimizers.OPTIMIZERS.update(folder_entries(optimizers.__name__, optimizers.__path__))
 from shardwright.scripts.train import main
 main()
 """
@@ -283,7 +285,8 @@ def test_a_file_in_the_folder_is_an_optimizer_that_is_offered_planned_trained_sa
     assert "sgd (one moment, of gradients as they are)" in told
     assert "sgd: momentum=0.9 (the moment's decay)" in told
     monkeypatch.setattr(optimizers, "__path__", [*optimizers.__path__, str(tmp_path)])
-    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", optimizers.entries()["sgd"])
+    found = folder_entries(optimizers.__name__, optimizers.__path__)
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", found["sgd"])
     options = {"optim": "sgd", "optim_args": "momentum=0.8"}
     case = make_case("llama_fsdp", weight_decay=0.0, more=options)
     assert 2 * case.plan.totals["optimizer_bytes"] == replace(case.plan, optim="adamw").totals["optimizer_bytes"]

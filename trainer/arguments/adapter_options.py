@@ -8,7 +8,7 @@ from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
 
 BASE_DTYPES = ["float32", "bfloat16", "int8"]
-_LORA = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}
+_UNSAID = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}  # the defaults of an adapter's options
 
 
 @dataclass
@@ -42,7 +42,7 @@ class AdapterArguments(Checked):
     def check_adapter(self) -> None:
         self.check_path("adapter")
         self.choose("base_dtype", BASE_DTYPES)
-        self.check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
+        self.at_least(1, "it is the rank of two factors", "lora_r", instead=16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format", ["peft", "per_expert"])
         if self.base_dtype != "bfloat16" and not self.has_adapter:
@@ -52,7 +52,7 @@ class AdapterArguments(Checked):
                 why="without an adapter all weights are trained, and lie in --weight_dtype",
                 instead=f"--lora_r 16 --base_dtype {self.base_dtype}, or no --base_dtype",
             )
-        said = [name for name in ("lora_alpha", "lora_target", "use_rslora") if getattr(self, name) != _LORA[name]]
+        said = [name for name, default in _UNSAID.items() if getattr(self, name) != default]
         if self.adapter is not None and self.lora_r is not None:
             said = ["lora_r", *said]
         if said and (self.lora_r is None or self.adapter is not None):
@@ -65,5 +65,4 @@ class AdapterArguments(Checked):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the run trains an adapter over frozen weights."""
         return self.lora_r is not None or self.adapter is not None

@@ -51,10 +51,7 @@ class DataArguments(Checked):
         "A row that can't be read, or that no sample can be made of, stops the run (`error`), or is left out and "
         "counted (`skip`).",
     )
-    streaming: bool = option(
-        False,
-        "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.",
-    )
+    streaming: bool = option(False, "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.")
     shuffle_rows: int = option(2048, "Rows that --streaming mixes; memory: so many x --sequence_length x 4 bytes.")
     sequence_length: int = option(256, "Tokens a row.")
     isolate_documents: bool = option(
@@ -69,17 +66,14 @@ class DataArguments(Checked):
             return {}
         if os.path.exists(os.path.expanduser(text)) or not _SET.match(text):
             return {"": text}
-        starts = [*_SET.finditer(text)]
-        ends = [after.start() for after in starts[1:]] + [len(text)]
-        return {found[1]: text[found.end() : end] for found, end in zip(starts, ends, strict=True)}
+        _, *parts = _SET.split(text)  # names and datasets by turns
+        return dict(zip(parts[::2], parts[1::2], strict=True))
 
     def check_data(self) -> None:
-        for name in ("dataset", "eval_dataset"):
-            self.check_path(name)
-        self.check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)
-        self.check("sequence_length", self.sequence_length >= 2, "a row needs a token and its target", 256)
-        most = self.max_samples
-        self.check("max_samples", most is None or most >= 1, "nothing would be left to train on", 1000)
+        self.check_path("dataset", "eval_dataset")
+        self.at_least(1, "a window of a stream holds a row at least", "shuffle_rows", instead=2048)
+        self.at_least(2, "a row needs a token and its target", "sequence_length", instead=256)
+        self.at_least(1, "nothing would be left to train on", "max_samples", instead=1000)
         self.choose("overflow", OVERFLOW)
         self.choose("on_bad_row", ["error", "skip"])
         names = _SET.findall(self.eval_dataset or "") if "" not in self.eval_sets else []

@@ -45,9 +45,8 @@ class ModelArguments(Checked):
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
     def check_model(self) -> None:
-        for name in ("recipe", "model", "tokenizer"):
-            self.check_path(name)
-        self.check("seed", self.seed >= 0, "it can't be negative", 0)
+        self.check_path("recipe", "model", "tokenizer")
+        self.at_least(0, "it can't be negative", "seed")
         for name in ("weight_dtype", "optimizer_dtype"):
             self.choose(name, ["float32", "bfloat16"])
 

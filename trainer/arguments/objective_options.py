@@ -29,7 +29,6 @@ class ObjectiveChoice(Checked):
 
     @property
     def entry(self) -> type[Objective]:
-        """The objective's class."""
         return OBJECTIVES[self.objective]
 
     def check_objective(self) -> None:
@@ -38,22 +37,21 @@ class ObjectiveChoice(Checked):
             value = getattr(self, name)
             self.check(name, number.fits(value), number.why, number.default)
             if value != number.default and name not in self.entry.options:
+                other = next(known for known, entry in OBJECTIVES.items() if name in entry.options)
                 raise UserError(
                     asked=f"--{name} {value}",
                     found=f"--objective {self.objective}",
                     why="its loss has no such number",
-                    instead=f"no --{name}, or --objective "
-                    + next(known for known, entry in OBJECTIVES.items() if name in entry.options),
+                    instead=f"no --{name}, or --objective {other}",
                 )
 
     def check_beside(self, **given: object) -> None:
         """Refuse an option of ``given`` (name → value) that is set, not None or False, if the objective bars it."""
         for name, why in self.entry.refusals().items():
-            if given.get(name) not in (None, False):
-                value = given[name]
+            if (value := given.get(name)) not in (None, False):
+                asked = f"--{name} {value}" if isinstance(value, str | bool) else name
                 raise UserError(
-                    asked=f"{f'--{name} {value}' if isinstance(value, str | bool) else name} with the objective "
-                    f"{self.objective}",
+                    asked=f"{asked} with the objective {self.objective}",
                     found=f"{self.entry.title}, which learns {self.entry.learns}",
                     why=why,
                     instead=f"no {name}, or --objective {DEFAULT}",

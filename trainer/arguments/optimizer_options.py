@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.optimizers.adamw import AdamW
 from shardwright.optimizers.optimizer import Optimizer, fits, range_text
 
+_TRUTH = {"true": True, "false": False}
 _OF_ADAMW = {f"adam_{number.name}": number for number in fields(AdamW)}
 
 
@@ -54,7 +56,7 @@ class OptimizerArguments(Checked):
 
     def check_optimizer(self) -> None:
         self.choose("optim", list(OPTIMIZERS))
-        self.check("weight_decay", self.weight_decay >= 0, "it can't be negative", 0)
+        self.at_least(0, "it can't be negative", "weight_decay")
         entry = OPTIMIZERS[self.optim]
         for name, number in _OF_ADAMW.items():
             value = getattr(self, name)
@@ -70,51 +72,33 @@ class OptimizerArguments(Checked):
         self.optimizer_numbers  # noqa: B018 - raises for bad ones
 
     def rule(self, entry: type[Optimizer]) -> Optimizer:
-        """``entry`` with this run's numbers."""
         if entry is AdamW:
             return AdamW(self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         return entry(**self.optimizer_numbers if entry is OPTIMIZERS[self.optim] else {})
 
     @property
     def optimizer_numbers(self) -> dict[str, Any]:
-        """Name → the numbers that only this optimizer has.
-
-        Raises:
-            UserError: ``optim_args`` names an unknown one, or gives an invalid value.
-        """
-        known = {number.name: number for number in _numbers(self.optim)}
+        """The numbers that only this optimizer has, by name; UserError for a bad one in ``optim_args``."""
+        known, instead = {number.name: number for number in _numbers(self.optim)}, f"--optim_args {_shown(self.optim)}"
+        refused = functools.partial(
+            UserError,
+            asked=f"--optim_args {self.optim_args!s:.200} with --optim {self.optim}",
+            why="they are name=value, with commas between, of the numbers that this optimizer has",
+        )
         numbers = {name: number.default for name, number in known.items()}
         for part in [] if self.optim_args is None else self.optim_args.split(","):
             name, _, text = (word.strip() for word in part.partition("="))
             if name not in known:
-                raise self._refused(
-                    f"{name!r:.80} is none of {self.optim}'s numbers",
-                    f"{did_you_mean(name, list(known))}one of {', '.join(known)}"
-                    if known
-                    else "no --optim_args; AdamW's numbers are --adam_beta1, --adam_beta2 and --adam_epsilon",
-                )
+                instead = "no --optim_args; AdamW's numbers are --adam_beta1, --adam_beta2 and --adam_epsilon"
+                if known:
+                    instead = f"{did_you_mean(name, list(known))}one of {', '.join(known)}"
+                raise refused(found=f"{name!r:.80} is none of {self.optim}'s numbers", instead=instead)
             try:
-                numbers[name] = _READ[type(known[name].default)](text)
-            except ValueError:
-                raise self._refused(f"{name} is {text!r:.80}", f"--optim_args {_shown(self.optim)}") from None
+                kind: Any = type(known[name].default)
+                numbers[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
+            except (KeyError, ValueError):
+                raise refused(found=f"{name} is {text!r:.80}", instead=instead) from None
             if not fits(known[name], numbers[name]):
                 found = f"{name} is {numbers[name]}, where it is {range_text(known[name])}"
-                raise self._refused(found, f"--optim_args {_shown(self.optim)}")
+                raise refused(found=found, instead=instead)
         return numbers
-
-    def _refused(self, found: str, instead: str) -> UserError:
-        return UserError(
-            asked=f"--optim_args {self.optim_args:.200} with --optim {self.optim}",
-            found=found,
-            why="they are name=value, with commas between, of the numbers that this optimizer has",
-            instead=instead,
-        )
-
-
-def _bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
-
-
-_READ: dict[type, Any] = {bool: _bool, int: int, float: float, str: str}

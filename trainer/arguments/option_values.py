@@ -27,13 +27,7 @@ def kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def check_values(arguments: Any) -> None:
-    """Refuse option fields whose values don't fit their annotations.
-
-    Numbers become Python's own ``int`` or ``float``, and paths ``str``.
-
-    Raises:
-        UserError: names the option and the needed type.
-    """
+    """Make numbers Python's own and paths ``str``; UserError for a value that does not fit its annotation."""
     hints = get_type_hints(type(arguments))
     for each in (each for each in fields(arguments) if each.metadata):  # only options have a help
         name, value = each.name, getattr(arguments, each.name)
@@ -41,52 +35,37 @@ def check_values(arguments: Any) -> None:
         if dict in get_args(hints[name]) or value is each.default or (value is None and optional):
             continue
         try:
-            setattr(arguments, name, _READ[kind](value))
+            setattr(arguments, name, _read(kind, value))
         except (TypeError, ValueError) as error:
+            *_, needed, example = _KINDS[kind]
             raise UserError(
                 asked=f"--{name} {value!r:.80}",
-                found=f"a {type(value).__name__}, where {_TAKES[kind]} is needed"
-                + (f": {error}" if str(error) else ""),
+                found=f"a {type(value).__name__}, where {needed} is needed{f': {error}' if str(error) else ''}",
                 why="a run can't be made of it",
-                instead=f"--{name} {_EXAMPLE[kind]}",
+                instead=f"--{name} {example}",
             ) from error
 
 
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
+# kind → the types that it is read from, the bounds of its values in words, the kind in words, an example
+_KINDS: dict[type, tuple[Any, str, str, str]] = {
+    bool: (bool, "", "True or False", "true"),
+    int: (Integral, f"at most {_MOST}", "a whole number", "1"),
+    float: (Real, "finite, also in float32", "a number", "0.1"),
+    str: ((str, os.PathLike), "not empty, and without a null character", "text in UTF-8", "text"),
+}
+
+
+def _read(kind: type, value: Any) -> Any:
+    types, bounds, *_ = _KINDS[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
         raise TypeError
-    return value
-
-
-def _int(value: Any) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError
-    if abs(int(value)) > _MOST:
-        raise ValueError(f"at most {_MOST}")
-    return int(value)
-
-
-def _float(value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError
-    if not abs(float(value)) <= _LARGEST:  # NaN too
-        raise ValueError("finite, also in float32")
-    return float(value)
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError
-    text = str(value)
-    if not text or "\0" in text:
-        raise ValueError("not empty, and without a null character")
-    text.encode()  # UnicodeEncodeError, a ValueError: bytes of a command line that are no UTF-8
-    return text
-
-
-_READ: dict[type, Any] = {bool: _bool, int: _int, float: _float, str: _str}
-_TAKES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in UTF-8"}
-_EXAMPLE = {bool: "true", int: "1", float: "0.1", str: "text"}
+    made = kind(value)
+    limit = {int: _MOST, float: _LARGEST}.get(kind)
+    if (limit is not None and not abs(made) <= limit) or (kind is str and (not made or "\0" in made)):  # NaN too
+        raise ValueError(bounds)
+    if kind is str:
+        made.encode()  # UnicodeEncodeError, a ValueError: bytes of a command line that are no UTF-8
+    return made
 
 
 class Checked:
@@ -95,28 +74,31 @@ class Checked:
     def check(self, name: str, good: bool, why: str, instead: Any) -> None:
         """Refuse the value of the option ``name`` unless it is ``good``."""
         if not good:
-            raise UserError(
-                asked=f"--{name} {getattr(self, name)}",
-                found=f"{getattr(self, name)!r}",
-                why=why,
-                instead=f"--{name} {instead}",
-            )
+            value = getattr(self, name)
+            raise UserError(asked=f"--{name} {value}", found=f"{value!r}", why=why, instead=f"--{name} {instead}")
 
-    def check_path(self, name: str) -> None:
+    def at_least(self, least: float, why: str, *names: str, instead: float | None = None) -> None:
+        """Refuse a number below ``least``; ``instead`` is offered, or ``least``."""
+        for name in names:
+            value = getattr(self, name)
+            self.check(name, value is None or value >= least, why, least if instead is None else instead)
+
+    def check_path(self, *names: str) -> None:
         """Refuse a path that can't be looked up; whether it must exist is checked later."""
-        value = getattr(self, name)
-        try:
-            if value is not None and "://" not in value:
-                os.stat(os.path.expanduser(value))
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:  # a name too long, a folder that this user may not look into, a circle of links
-            raise UserError(
-                asked=f"--{name} {value:.200}",
-                found=f"{type(error).__name__}: {error.strerror}",
-                why="what lies there can't be seen",
-                instead="a path that this user can open, or a hub id",
-            ) from error
+        for name in names:
+            value = getattr(self, name)
+            try:
+                if value is not None and "://" not in value:
+                    os.stat(os.path.expanduser(value))
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:  # a name too long, a folder that this user may not look into, a circle of links
+                raise UserError(
+                    asked=f"--{name} {value:.200}",
+                    found=f"{type(error).__name__}: {error.strerror}",
+                    why="what lies there can't be seen",
+                    instead="a path that this user can open, or a hub id",
+                ) from error
 
     def choose(self, name: str, known: Sequence[str]) -> None:
         """Refuse a value of the option ``name`` that is not in ``known``."""

@@ -1,4 +1,4 @@
-"""Options of a run's evaluations, logs and checkpoints."""
+"""Options of a run's evaluations, logs, checkpoints, sample answers and recovery from failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.errors import UserError
 
 @dataclass
 class OutputArguments(Checked):
-    """The output folder, the log, evaluations and checkpoints. Times are steps."""
+    """The output folder, the log, evaluations, checkpoints, samples, restarts and loss spikes. Times are steps."""
 
     output_dir: str | None = option(
         None, "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken."
@@ -71,11 +71,43 @@ class OutputArguments(Checked):
     greater_is_better: bool | None = option(
         None, "Whether more of that is better. Default: unless its name ends in loss or perplexity."
     )
-
     hang_timeout: float = option(
         1800.0,
         "Seconds without progress, of any kind, after which the run says where every thread stands and ends with exit "
         "code 76, which means: start it again. 0: it waits for ever.",
+    )
+    sample_prompts: str | None = option(
+        None,
+        "Answer the prompts in this file at each evaluation, into samples.jsonl and report.html of --output_dir: one "
+        "prompt a line, or JSON-lines with `prompt` or `messages`.",
+    )
+    sample_tokens: int = option(64, "The most tokens of an answer.")
+    sample_temperature: float = option(0.0, "What logits are divided by before a token is drawn; 0: the likeliest one.")
+    sample_top_p: float = option(
+        1.0, "With a temperature, draw from the likeliest tokens whose probabilities come to this."
+    )
+    max_restarts: int = option(
+        0,
+        "Times that scripts/train.py begins again by itself, from the newest checkpoint, after something passing: the "
+        "store or the disk failed, nothing moved for --hang_timeout, the training was killed. Of several hosts all "
+        "begin again together. It waits 1 s first, then 2 s, 4 s, … An option that can't be, a bad loss and a request "
+        "to stop end a run all the same.",
+    )
+    on_spike: str = option(
+        "no",
+        "What to do about a step whose loss or gradient norm is far above those of the last good steps: `skip` leaves "
+        "out its update and goes on; `rollback` goes back to the newest checkpoint, and on from there without the "
+        "batches up to the spike; `stop` ends the run with the weights of before it; `no` looks for none. Spikes that "
+        "come ever again are a learning rate too high; a single one is most often a batch of bad data.",
+    )
+    spike_threshold: float = option(
+        8.0,
+        "A spike is so many times as far above the median as is usual. Usual is 1.48 times the median distance from it "
+        "(a normal distribution's standard deviation), a hundredth of the median at least. A lower threshold finds "
+        "more.",
+    )
+    spike_window: int = option(
+        128, "The last good steps that --on_spike compares with; the first so many steps are not judged."
     )
 
     # transformers' callbacks read these; they are no options of ours
@@ -85,23 +117,27 @@ class OutputArguments(Checked):
     trackio_static_space_id = False  # nothing is pushed to the hub
 
     def check_output(self) -> None:
-        for name in ("output_dir", "resume_from_checkpoint", "staging_dir"):
-            self.check_path(name)
-        for name in ("logging_steps", "eval_steps", "save_steps"):
-            self.check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
-        self.check("max_eval_rows", self.max_eval_rows >= 0, "it can't be negative", 0)
-        self.check("hang_timeout", self.hang_timeout >= 0, "it can't be negative", 0)
+        self.check_path("output_dir", "resume_from_checkpoint", "staging_dir", "sample_prompts")
+        self.at_least(1, "it is a distance between two steps", "logging_steps", "eval_steps", "save_steps")
+        self.at_least(0, "it can't be negative", "max_eval_rows", "hang_timeout")
         self.choose("eval_strategy", ["no", "steps"])
         self.choose("save_strategy", ["no", "steps", "epoch", "best"])
         if self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
-        limit = self.save_total_limit
-        self.check("save_total_limit", limit is None or limit >= 1, "the newest checkpoint is always kept", 1)
+        self.at_least(1, "the newest checkpoint is always kept", "save_total_limit")
         self._check_best()
+        self.check("sample_tokens", 1 <= self.sample_tokens <= 2**16, "an answer has a token, and a cache room", 64)
+        self.at_least(0, "it divides logits", "sample_temperature", instead=1.0)
+        self.check("sample_top_p", 0 < self.sample_top_p <= 1, "it is a share", 0.9)
+        self.at_least(0, "it counts restarts", "max_restarts", instead=3)
+        self.choose("on_spike", ["no", "skip", "rollback", "stop"])
+        self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)
+        fits = 4 <= self.spike_window <= 4096
+        self.check("spike_window", fits, "a median needs a few steps, and each is kept on the device", 128)
+        saves = self.save_strategy != "no" or self.on_spike != "rollback"
+        self.check("on_spike", saves, "--save_strategy no leaves no checkpoint to go back to", "skip, or stop")
 
     def _check_best(self) -> None:
-        """Refuse a search for the best weights unless steps are both evaluated and saved."""
-        asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
         if not self.load_best_model_at_end and self.save_strategy != "best":
             return
         if self.eval_strategy != "steps":
@@ -109,17 +145,15 @@ class OutputArguments(Checked):
         elif self.save_strategy == "best" or (self.save_strategy == "steps" and not self.save_steps % self.eval_steps):
             return
         else:
-            found = f"--save_strategy {self.save_strategy}, every {self.save_steps} steps, evaluated every " + str(
-                self.eval_steps
-            )
+            every = f"every {self.save_steps} steps, evaluated every {self.eval_steps}"
+            found = f"--save_strategy {self.save_strategy}, {every}"
             instead = "--save_strategy best, or --save_steps that --eval_steps divides"
-        raise UserError(
-            asked=asked, found=found, why="the best weights are those of a step evaluated and saved", instead=instead
-        )
+        asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
+        why = "the best weights are those of a step evaluated and saved"
+        raise UserError(asked=asked, found=found, why=why, instead=instead)
 
     @property
     def best_metric(self) -> str:
-        """The log key of ``metric_for_best_model``."""
         name = self.metric_for_best_model
         return name if name.startswith("eval_") else f"eval_{name}"
 

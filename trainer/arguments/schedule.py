@@ -13,44 +13,34 @@ from shardwright.errors import UserError, did_you_mean
 # transformers' SchedulerType, copied so that reading a command line does not import it, without the two that need the
 # loss of every step, which the host does not read
 KINDS = [
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+    *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
 ]
-_GIVEN = {
-    "optimizer",
-    "num_warmup_steps",
-    "num_training_steps",
-    "last_epoch",
-}  # arguments that `Schedule` itself passes
+# the arguments that `Schedule` passes by itself
+_GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 
 
 class Schedule:
-    """A learning rate for each step, by one of transformers' schedulers; the rate goes to the device as data.
-
-    Args:
-        kind: one of :data:`KINDS`.
-        options: further arguments of that scheduler, by transformers' names (``num_cycles``, ``min_lr_rate``, …).
+    """A learning rate for each step, by one of transformers' schedulers: a ``kind`` in :data:`KINDS`.
 
     Raises:
-        UserError: the scheduler has no such argument, lacks one that it needs, or gives no rate with these.
+        UserError: the scheduler has no such argument as in ``options``, lacks one, or gives no rate with these.
     """
 
     def __init__(
         self, kind: str, learning_rate: float, warmup_steps: int, total_steps: int, options: Mapping[str, Any]
     ) -> None:
         self._asked = f"--lr_scheduler_type {kind}" + (f" --lr_scheduler_kwargs {dict(options)}" if options else "")
-        self._known = _options_of(kind)
-        self._check_names(options)
         import torch
-        from transformers import get_scheduler
+
+        # semi-private: transformers/optimization.py, transformers 5.23
+        from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+        from transformers.trainer_utils import SchedulerType
+
+        function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]
+        further = {name: p for name, p in inspect.signature(function).parameters.items() if name not in _GIVEN}
+        self._known = {name: p.default is p.empty for name, p in further.items()}  # name → whether it is needed
+        self._check_names(options)
 
         # transformers' schedulers write the rate into an optimizer; this one optimises nothing
         carrier = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=learning_rate)
@@ -69,11 +59,11 @@ class Schedule:
         """The rate of the next step."""
         return self._peak * self._factor(self._step)
 
-    def advance(self) -> None:
-        self.skip(1)
+    def get_last_lr(self) -> list[float]:
+        """The same under torch's name, for callbacks."""
+        return [self.learning_rate]
 
-    def skip(self, steps: int) -> None:
-        """Advance by ``steps`` at once, as a resumed run must."""
+    def advance(self, steps: int = 1) -> None:
         self._step += steps
 
     def _check_names(self, options: Mapping[str, Any]) -> None:
@@ -104,14 +94,3 @@ class Schedule:
             why="this scheduler of transformers gives no learning rates with that",
             instead=f"--lr_scheduler_kwargs '{{\"name\": value}}' with what it takes: {names or 'nothing'}",
         )
-
-
-def _options_of(kind: str) -> dict[str, bool]:
-    """Name → whether it is required, for each further argument of a scheduler."""
-    # semi-private: transformers/optimization.py, transformers 5.23
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-    from transformers.trainer_utils import SchedulerType
-
-    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]
-    parameters = inspect.signature(function).parameters
-    return {name: p.default is p.empty for name, p in parameters.items() if name not in _GIVEN}

@@ -15,8 +15,6 @@ from shardwright.arguments.objective_options import ObjectiveArguments
 from shardwright.arguments.optimizer_options import OptimizerArguments
 from shardwright.arguments.option_values import check_values, option
 from shardwright.arguments.output_options import OutputArguments
-from shardwright.arguments.recovery_options import RecoveryArguments
-from shardwright.arguments.sample_options import SampleArguments
 from shardwright.arguments.schedule import KINDS, Schedule
 from shardwright.errors import UserError, without_credentials
 from shardwright.objectives.objective import Objective, RecordShape, text_shape
@@ -27,14 +25,7 @@ DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the we
 
 @dataclass
 class TrainingArguments(
-    RecoveryArguments,
-    SampleArguments,
-    OutputArguments,
-    ObjectiveArguments,
-    AdapterArguments,
-    OptimizerArguments,
-    DataArguments,
-    ModelArguments,
+    OutputArguments, ObjectiveArguments, AdapterArguments, OptimizerArguments, DataArguments, ModelArguments
 ):
     """The options of a run, apart from its layout, which the recipe defines. Sizes are counts, and times are steps.
 
@@ -85,31 +76,22 @@ class TrainingArguments(
         self.check_data()
         self.check_adapter()
         self.check_objective()
-        split = self.overflow == "split" and "split"
-        self.check_beside(
-            text_column=self.text_column, train_on_prompt=self.train_on_prompt, overflow=split, streaming=self.streaming
-        )
+        given = {name: getattr(self, name) for name in ("text_column", "train_on_prompt", "streaming")}
+        self.check_beside(**given, overflow=self.overflow == "split" and "split")
         self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            self.check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
-        for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):
-            self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
-        for name in ("warmup_steps", "max_grad_norm"):
-            self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
+        sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        self.at_least(1, "it counts something that a run needs one of", *sizes)
+        routers = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
+        self.at_least(0, "it can't be negative", *routers, "warmup_steps", "max_grad_norm")
         self.check_optimizer()
         self.check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
         self.choose("router_balance", ["sequence", "batch"])
         self._read_schedule()
         self.check_output()
-        self.check_samples()
-        self.check_recovery()
-        saves = self.save_strategy != "no" or self.on_spike != "rollback"
-        self.check("on_spike", saves, "--save_strategy no leaves no checkpoint to go back to", "skip, or stop")
         self._read_length()
 
     @property
     def goal(self) -> Objective:
-        """The objective with its numbers."""
         return self.entry({name: getattr(self, name) for name in self.entry.options}, self.sequence_length)
 
     @property
@@ -118,7 +100,6 @@ class TrainingArguments(
         return self.entry.shapes if self.text_column is None else [text_shape(self.text_column)]
 
     def _read_length(self) -> None:
-        """Settle the number of steps, unless it depends on the data."""
         epochs = self.num_train_epochs
         self.check("max_steps", self.max_steps >= 1 or self.max_steps == -1, "a run has a step at least", DEFAULT_STEPS)
         self.check("num_train_epochs", epochs is None or epochs > 0, "it counts times through the data", 3)
@@ -133,7 +114,6 @@ class TrainingArguments(
             )
 
     def _settle_steps(self, steps: int) -> None:
-        """Set ``max_steps`` and ``warmup_steps``; UserError if the scheduler or ``profile_steps`` don't fit them."""
         self.max_steps = steps
         warmup = self.warmup_steps  # in steps, as transformers counts them
         self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
@@ -144,7 +124,6 @@ class TrainingArguments(
             self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", "2:4")
 
     def _read_schedule(self) -> None:
-        """Check the scheduler's name, and parse its further arguments if they are JSON."""
         self.choose("lr_scheduler_type", KINDS)
         options = self.lr_scheduler_kwargs
         try:
@@ -162,19 +141,17 @@ class TrainingArguments(
 
     def schedule(self, peak: float) -> Schedule:
         """The learning rates of a run with the given ``peak``; raises as :class:`Schedule`."""
-        options: Any = self.lr_scheduler_kwargs or {}
-        return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, options)
+        given: Any = self.lr_scheduler_kwargs or {}
+        return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, given)
 
     def as_dict(self) -> dict[str, Any]:
         """Name → value of each option, JSON-able and safe to publish: ``user:password@`` in a URL is left out."""
         values = {each.name: getattr(self, each.name) for each in fields(TrainingArguments)}.items()
         return {name: without_credentials(value) if isinstance(value, str) else value for name, value in values}
 
-    # transformers' integrations call these three
-    to_dict = as_dict
+    to_dict = as_dict  # transformers' integrations call these three
 
     def to_json_string(self) -> str:
-        """The options as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
@@ -185,13 +162,10 @@ class TrainingArguments(
 
 @dataclass
 class Settings(TrainingArguments):
-    """The checked and frozen arguments of a run. ``dataclasses.replace`` resolves one of them, checked anew.
+    """The checked and frozen arguments of a run. ``dataclasses.replace`` resolves one of them, checked anew."""
 
-    Args:
-        asked_batch: rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on
-            other devices may train with other values, for the same global batch.
-    """
-
+    # rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on other devices
+    # may train with other values, for the same global batch
     asked_batch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -206,14 +180,11 @@ class Settings(TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments) -> Settings:
-        """The settings of ``args``; raises UserError if an argument was set to an invalid value meanwhile."""
+        """Raises UserError if an argument was set to an invalid value meanwhile."""
         return cls(**{each.name: getattr(args, each.name) for each in fields(args)})
 
     def with_epochs_of(self, steps: int) -> Settings:
-        """The settings with ``max_steps``, unless set, from ``num_train_epochs`` of ``steps`` each, as in transformers.
-
-        Raises UserError, as the class does, also if the scheduler gives no rates for so many steps.
-        """
+        """The settings with ``max_steps``, unless set, from epochs of ``steps`` each; raises as the class."""
         if self.max_steps > 0 or self.num_train_epochs is None:
             return self
         return replace(self, max_steps=math.ceil(self.num_train_epochs * steps))

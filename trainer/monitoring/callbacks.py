@@ -1,27 +1,26 @@
-"""transformers' callbacks: calling them, and keeping their states."""
+"""transformers' callbacks: calling them, keeping their states, and those that only observe.
+
+Observers (``--report_to``, ``--profile_steps``) can't end a run that has begun.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
-# semi-private: transformers/trainer_callback.py, transformers 5.23
+# semi-private: transformers/trainer_callback.py and integrations/integration_utils.py, transformers 5.23
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from shardwright.arguments.schedule import Schedule
-
-
-class LearningRate:
-    """The callbacks' ``lr_scheduler``: read-only, with torch's name for the rate of the next step."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
-    def get_last_lr(self) -> list[float]:
-        return [self._schedule.learning_rate]
+from shardwright.errors import UserError, did_you_mean
+from shardwright.inputs import TrainerCallbacks
+from shardwright.report.lines import say
 
 
 class Callbacks(CallbackHandler):
@@ -30,20 +29,18 @@ class Callbacks(CallbackHandler):
     They get no ``optimizer`` and no dataloader: the update is a part of the step's one computation, and a batch that a
     callback took would be missing from training. The ``model``'s parameters are the trained ones, on the devices.
 
-    Args:
-        remembered: :meth:`states` of the run that this one goes on with, else empty. A callback's options stay as they
-            were made.
+    ``remembered`` are :meth:`states` of the run that this one goes on with. A callback's options stay as made.
     """
 
     def __init__(
         self,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+        callbacks: TrainerCallbacks,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         schedule: Schedule,
         remembered: Any,
     ) -> None:
-        super().__init__(callbacks, model, tokenizer, None, LearningRate(schedule))
+        super().__init__(callbacks, model, tokenizer, None, schedule)
         for name, found in (remembered or {}).items():
             named = [callback for callback in self.callbacks if type(callback).__name__ == name]
             for callback, state in zip(named, found if isinstance(found, list) else [found], strict=False):
@@ -55,3 +52,66 @@ class Callbacks(CallbackHandler):
         remembering: Any = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
         states: Any = TrainerState(stateful_callbacks=remembering).stateful_callbacks
         return states
+
+
+class Tracker(TrainerCallback):
+    """Wraps an observing callback, such as one of transformers' integrations, and calls it until it fails.
+
+    A failure before the first step (no key, no server) ends the run; nothing is lost yet. A later one is reported.
+    """
+
+    def __init__(self, name: str, callback: TrainerCallback, console: Console) -> None:
+        self.name, self._callback, self._console, self._lost = name, callback, console, False
+
+    def _tell(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        if self._lost:
+            return None
+        try:
+            return getattr(self._callback, event)(args, state, control, **given)
+        except (Exception, SystemExit) as error:  # each package raises its own types
+            if event in ("on_init_end", "on_train_begin"):
+                raise UserError(
+                    asked=f"--report_to {self.name}",
+                    found=_short(error),
+                    why="it can't take this run's log",
+                    instead="the login or the server that it needs, or its offline mode (WANDB_MODE=offline); or "
+                    "--report_to none",
+                ) from None
+            self._lost = True
+            say(self._console, f"report:  {self.name} is told nothing more, and the run goes on: {_short(error)}")
+            return None
+
+
+for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
+    setattr(Tracker, _event, functools.partialmethod(Tracker._tell, _event))
+
+
+def open_trackers(asked: str, console: Console) -> list[Tracker]:
+    """A tracker for each name in ``asked`` (``none``, or names with commas between); UserError for a bad one."""
+    names = [] if asked == "none" else [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = sorted(INTEGRATION_TO_CALLBACK)
+            raise UserError(
+                asked=f"--report_to {asked}",
+                found=f"{name!r} is none of transformers' integrations",
+                why="the log goes to trackers through these",
+                instead=f"{did_you_mean(name, known)}none, or some of {', '.join(known)}, with commas between them",
+            )
+    found = []
+    for name in dict.fromkeys(names):
+        (kind,) = get_reporting_integration_callbacks(name)
+        try:
+            found.append(Tracker(name, kind(), console))
+        except (Exception, SystemExit) as error:  # each integration has its own way to say that its package is missing
+            raise UserError(
+                asked=f"--report_to {name}",
+                found=_short(error),
+                why="transformers' integration needs that package, as it is configured here",
+                instead=f"pip install it, or --report_to without {name}",
+            ) from None
+    return found
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from transformers import TrainerState
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.checkpoint.lineage import folder_of, noted
+from shardwright.checkpoint.lineage import folder_of
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.errors import Spiked, UserError
 from shardwright.files.folder import Folder
@@ -37,10 +37,11 @@ def check_steps_left(args: TrainingArguments, resume: RunCheckpoint | None) -> N
         )
 
 
-def set_aside(names: Iterable[str], output: Folder) -> str:
-    """The message about checkpoints ``names`` in ``output`` that the run does not go on from."""
+def set_aside(steps: Iterable[int], output: Folder) -> str:
+    """The message about checkpoints of ``steps`` in ``output`` that the run does not go on from."""
+    names = ", ".join(folder_of(output, step).name for step in steps)
     return (
-        f"set aside: {', '.join(names)} of {output}, which this run does not go on from: their paths still resume, "
+        f"set aside: {names} of {output}, which this run does not go on from: their paths still resume, "
         "`latest` does not find them, and one is replaced when this run comes to its step"
     )
 
@@ -59,18 +60,23 @@ def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArgument
     if not metrics.bad_step:
         return
     state.global_step, spike = metrics.bad_step - 1, metrics.spike
-    is_spike = spike is not None and spike.step == metrics.bad_step
-    raise spike_error(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
+    if spike is not None and spike.step == metrics.bad_step:
+        raise _spike_error(spike, args)
+    raise UserError(
+        asked=f"step {metrics.bad_step} of {args.max_steps}",
+        found=f"its loss or gradient norm is not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm})",
+        why="training on would spread it to every weight; the weights are as step "
+        f"{metrics.bad_step - 1} left them, saved in {args.output_dir}/model",
+        instead="a lower --learning_rate, some --warmup_steps, --max_grad_norm 1.0, or --bf16 false",
+    )
 
 
-def spike_error(spike: Spike, args: TrainingArguments) -> Spiked:
-    """The error of a run that a spike ended: the first under ``--on_spike stop``, or one too many."""
+def _spike_error(spike: Spike, args: TrainingArguments) -> Spiked:
+    """The error of the first spike under ``--on_spike stop``, or of one too many."""
+    loss, norm = (spike.loss, spike.loss_limit), (spike.grad_norm, spike.grad_norm_limit)
     far = [
         f"its {name} is {value:.4g}, above {limit:.4g}"
-        for name, value, limit in (
-            ("loss", spike.loss, spike.loss_limit),
-            ("gradient norm", spike.grad_norm, spike.grad_norm_limit),
-        )
+        for name, (value, limit) in {"loss": loss, "gradient norm": norm}.items()
         if value > limit
     ]
     left = f"the weights are as step {spike.step - 1} left them, saved in {args.output_dir}/model"
@@ -94,25 +100,7 @@ def spike_error(spike: Spike, args: TrainingArguments) -> Spiked:
     return error
 
 
-def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:
-    """The error of a run whose last step had a loss or a gradient norm that is not finite."""
-    return UserError(
-        asked=f"step {metrics.bad_step} of {args.max_steps}",
-        found=f"its loss or gradient norm is not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm})",
-        why="training on would spread it to every weight; the weights are as step "
-        f"{metrics.bad_step - 1} left them, saved in {args.output_dir}/model",
-        instead="a lower --learning_rate, some --warmup_steps, --max_grad_norm 1.0, or --bf16 false",
-    )
-
-
-def best_elsewhere(args: TrainingArguments, state: TrainerState, output: Folder) -> str | None:
-    """The noted checkpoint of the best weights, if the run is to end with those and they are not the last."""
-    best = state.best_model_checkpoint if args.load_best_model_at_end else None
-    return None if best == noted(folder_of(output, state.global_step), output) else best
-
-
 def best_unread(error: UserError, state: TrainerState, output: Folder) -> UserError:
-    """The error of a run in ``output`` that could not read the best weights."""
     return UserError(
         asked=f"--load_best_model_at_end, with the weights of step {state.best_global_step}",
         found=f"{error.asked}: {error.found}",

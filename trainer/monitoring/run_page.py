@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Console
 from torch import nn
@@ -47,36 +47,33 @@ class RunPage:
     earlier lives are read from ``lives.json`` beside that checkpoint. A failed write is reported once.
 
     Args:
-        folder: the run's output folder.
-        resume: the checkpoint that the run goes on from.
         check_held: raises StorageError once ``folder`` is another run's.
         after: the end of the life before, if its supervisor restarted the run: its seconds are in ``folder``, even
             without a checkpoint.
-
-    Attributes:
-        unigram: the loss of a unigram model, once known.
-        samples: the run's answers, if it writes any.
-        model: the running model, once built.
     """
 
     def __init__(
         self,
         folder: Folder,
         job: Job,
+        state: TrainerState,
         console: Console,
         resume: RunCheckpoint | None,
         check_held: Callable[[], None] = lambda: None,
         after: str = "",
     ) -> None:
-        self.folder, self.job, self.console, self._check_held = folder, job, console, check_held
-        self.clock = Clock(compile_seconds)
+        self.folder, self.job, self.state, self.console, self._check_held = folder, job, state, console, check_held
+        self.clock, self.loads = Clock(compile_seconds), tuple[ExpertLoad, ...]()
+        # told of once there is such a thing
         self.unigram: float | None = None
         self.samples: Samples | None = None
         self.model: nn.Module | None = None
-        first = 0 if resume is None else resume.step
-        self._life = Life(time.time(), time.time(), first, first, after=after)
+        self._life = Life(time.time(), time.time(), state.global_step, state.global_step, after=after)
         home = folder if after else None if resume is None else resume.folder.parent
-        self._earlier = [] if home is None else self._earlier_lives(home)
+        self._earlier: list[Life] = []
+        with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
+            if home is not None and home.is_file(LIVES):
+                self._earlier = read_lives(home.read(LIVES))
         self._due, self._failed = 0.0, False
 
     def began(self, earlier: float) -> None:
@@ -84,63 +81,66 @@ class RunPage:
         self.clock.began(earlier)
         self._life.began -= earlier
 
-    def update(self, state: TrainerState, loads: Sequence[ExpertLoad], *, running: bool = True) -> None:
+    def update(self, *, running: bool = True) -> None:
         """Rewrites the page, unless that was done just now and the run goes on."""
         started = time.perf_counter()
         if running and started < self._due:
             return
         try:
             self._check_held()
-            self._note(state)
+            self._note()
             self.folder.write(LIVES, lives_as_json([*self._earlier, self._life]))
-            self.folder.write(PAGE, run_page(self._view(state, loads, running)).encode())
+            self.folder.write(PAGE, run_page(self._view(running)).encode())
         except Exception as error:  # no failure of a page is a reason to end hours of training
             found = f"{error.asked}: {error.found}" if isinstance(error, StorageError) else f"{error!r}"
             if not self._failed:
                 say(self.console, f"report:  {PAGE} can't be written, and the run goes on: {found}")
             self._failed = True
-        took = time.perf_counter() - started
-        self._due = started + took / _SHARE
+        self._due = started + (time.perf_counter() - started) / _SHARE
 
-    def spent(self, state: TrainerState) -> dict[str, float]:
+    def spent(self) -> dict[str, float]:
         """The seconds of all lives by cause, as log entries."""
-        self._note(state)
+        self._note()
         return log_entries([*self._earlier, self._life])
 
-    def _note(self, state: TrainerState) -> None:
-        self._life.ended, self._life.last, self._life.seconds = time.time(), state.global_step, self.clock.seconds
-
-    def note_end(self, state: TrainerState) -> None:
+    def note_end(self) -> None:
         """Writes the seconds of a life that ends here, with another to follow."""
-        self._due = 0.0
-        self.update(state, ())
+        self._due, self.loads = 0.0, ()
+        self.update()
 
-    def finish(self, state: TrainerState, loads: Sequence[ExpertLoad]) -> None:
+    def finish(self) -> None:
         """Writes the pictures and the last page; raises StorageError if a picture could not be written."""
-        self.folder.write("loss_curve.svg", loss_curve(state.log_history, self.unigram))
-        if loads:
-            self.folder.write("expert_load.json", as_json(as_record(loads, state.global_step)))
-            self.folder.write("expert_load.svg", load_picture(loads, state.log_history))
-        self.update(state, loads, running=False)
+        log = self.state.log_history
+        self.folder.write("loss_curve.svg", loss_curve(log, self.unigram))
+        if self.loads:
+            self.folder.write("expert_load.json", as_json(as_record(self.loads, self.state.global_step)))
+            self.folder.write("expert_load.svg", load_picture(self.loads, log))
+        self.update(running=False)
 
-    def _earlier_lives(self, home: Folder) -> list[Life]:
-        with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
-            if home.is_file(LIVES):
-                return read_lives(home.read(LIVES))
-        return []
+    def _note(self) -> None:
+        self._life.ended, self._life.last, self._life.seconds = time.time(), self.state.global_step, self.clock.seconds
 
-    def _view(self, state: TrainerState, loads: Sequence[ExpertLoad], running: bool) -> RunView:
-        job, kind, there = self.job, chip(), set(self.folder.names())
+    def _view(self, running: bool) -> RunView:
+        job, options, kind, there = self.job, self.job.args.as_dict(), chip(), set(self.folder.names())
+        mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
+        facts = {
+            "model": f"{type(job.model).__name__}, {job.facts.parameters:,} parameters",
+            "mesh": f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})"),
+            "a step": f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens",
+            "remat": f"{job.recipe.compute.remat}",
+            "compiling, this process": f"{self._life.seconds.get('compile', 0.0):,.1f} s",
+            "output": options["output_dir"],
+        }
         return RunView(
-            title=f"{job.recipe.name}: {job.args.as_dict()['model'] or 'its own model'}",
-            step=state.global_step,
-            max_steps=state.max_steps,
+            title=f"{job.recipe.name}: {options['model'] or 'its own model'}",
+            step=self.state.global_step,
+            max_steps=self.state.max_steps,
             running=running,
-            log=state.log_history,
+            log=self.state.log_history,
             unigram=self.unigram,
-            loads=loads,
+            loads=self.loads,
             lives=[*self._earlier, self._life],
-            facts=self._facts(),
+            facts=list(facts.items()),
             held=held_by_a_device(job.plan),
             hbm=None if kind is None else kind.hbm_bytes,
             plan=(PLAN_HEADER, plan_rows(job.plan)),
@@ -148,15 +148,3 @@ class RunPage:
             samples=() if self.samples is None else self.samples.entries,
             values=(VALUES_HEADER, value_rows(() if self.model is None else layer_values(job, self.model))),
         )
-
-    def _facts(self) -> list[tuple[str, str]]:
-        job, kind, compute = self.job, chip(), self._life.seconds.get("compile", 0.0)
-        mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
-        return [
-            ("model", f"{type(job.model).__name__}, {job.facts.parameters:,} parameters"),
-            ("mesh", f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})")),
-            ("a step", f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens"),
-            ("remat", f"{job.recipe.compute.remat}"),
-            ("compiling, this process", f"{compute:,.1f} s"),
-            ("output", job.args.as_dict()["output_dir"]),
-        ]

@@ -14,14 +14,14 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.mixture import MixedRows
-from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError, did_you_mean
 from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.terminal import closing_table
-from shardwright.step.eval_metrics import ComputeMetrics, Measures, measures_of
-from shardwright.step.eval_step import Evaluation, names_of_means, prefix_of
+from shardwright.step.eval_metrics import ComputeMetrics, Measures, metric_names
+from shardwright.step.eval_step import Evaluation, prefix_of
 from shardwright.step.loss import LossFunction
 from shardwright.xla.runtime import compile_count
 
@@ -32,52 +32,34 @@ def settled(
     resume: RunCheckpoint | None,
     compute_loss: LossFunction | None,
     compute_metrics: ComputeMetrics | None,
-) -> tuple[Job, int | None, Measures]:
-    """The job with its number of steps, the steps of an epoch (None: not known), and the evaluations' measures.
+) -> tuple[Job, TrainerState, Measures]:
+    """The job with its number of steps, the state of a new run or of ``resume``, and the evaluations' measures.
 
-    Only the data show these.
-
-    Raises:
-        UserError: the rows are not the job's, nothing is left to do, or no evaluation gives ``metric_for_best_model``.
+    Raises UserError if the rows are not the job's, no step is left, or no evaluation gives ``metric_for_best_model``.
     """
-    epoch, vocabulary = steps_an_epoch(corpus.train, job.rows), job.config.get_text_config().vocab_size
+    rows, vocabulary = corpus.train, job.config.get_text_config().vocab_size
+    count = len(rows) if isinstance(rows, StoredRows) else rows.rows if isinstance(rows, MixedRows) else None
+    epoch = None if count is None else math.ceil(count / job.rows)  # as transformers counts them
     args = job.args if epoch is None else job.args.with_epochs_of(epoch)
     args.check_beside(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
     corpus.check_fits(args.sequence_length, vocabulary)
     check_steps_left(args, resume)
-    measures = measures_of(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
-    check_best(args, corpus.heldout_sets, measures.names, compute_loss is None)
-    return replace(job, args=args), epoch, measures
-
-
-def steps_an_epoch(rows: Rows, batch_rows: int) -> int | None:
-    """Steps that go through ``rows`` once, as transformers counts them; None for a stream."""
-    count = len(rows) if isinstance(rows, StoredRows) else rows.rows if isinstance(rows, MixedRows) else None
-    return None if count is None else math.ceil(count / batch_rows)
-
-
-def state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None, epoch: int | None) -> TrainerState:
-    """A new run's state, or that of the checkpoint, towards this run's steps; ``epoch``: steps of one, if known."""
+    names = metric_names(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
+    _check_best(args, corpus.heldout_sets, names, compute_loss is None)
     state = TrainerState() if resume is None else resume.trainer_state
     state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
     state.num_train_epochs = sys.maxsize if epoch is None else math.ceil(args.max_steps / epoch)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         setattr(state, name, getattr(args, name))
-    return state
+    return replace(job, args=args), state, Measures(compute_metrics, names)
 
 
-def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:
-    """Raises UserError for a ``metric_for_best_model`` that no evaluation gives.
-
-    Args:
-        sets: names of the held-out sets.
-        metrics: names of those of ``compute_metrics``.
-        is_entropy: whether the loss has a perplexity.
-    """
+def _check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:
+    """Refuse a ``metric_for_best_model`` that no evaluation of ``sets`` gives; ``metrics``: a user's own."""
     wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
-    goal = args.goal
-    given = Evaluation(0.0, dict.fromkeys(names_of_means(goal, metrics), 0.0), is_entropy and not goal.parts)
+    means = args.goal.logged if args.goal.parts else ("accuracy", *metrics)
+    given = Evaluation(0.0, dict.fromkeys(means, 0.0), is_entropy and not args.goal.parts)
     known = [name for each in sets for name in given.named(prefix_of(each))]
     if wanted and args.best_metric not in known:
         raise UserError(
@@ -88,15 +70,11 @@ def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[s
         )
 
 
-def is_evaluated(state: TrainerState, last: str) -> bool:
-    """Whether the held-out sets were evaluated at the state's step; ``last``: name of the last set's loss."""
-    return any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
-
-
 def lacks_evaluation(state: TrainerState, args: TrainingArguments, last: str) -> bool:
-    """Whether an evaluation is due at the state's step and missing; ``last``: as for :func:`is_evaluated`."""
+    """Whether an evaluation is due at the state's step and missing; ``last``: name of the last set's loss."""
     due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
-    return args.eval_strategy == "steps" and due and not is_evaluated(state, last)
+    done = any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
+    return args.eval_strategy == "steps" and due and not done
 
 
 def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: TrainingArguments) -> bool:
@@ -110,20 +88,10 @@ def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: T
     return True
 
 
-def loss_before(state: TrainerState, name: str) -> float | None:
-    """The held-out loss ``name`` before the first step, if it was measured."""
-    return next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)
-
-
 def closing(
     state: TrainerState, name: str, found: Mapping[str, float] | None, unigram: float | None, folder: Folder
 ) -> Table:
-    """The closing table of a run that ends in ``state``.
-
-    Args:
-        name: the held-out loss to show.
-        found: the last evaluation; None: it was cut short.
-        unigram: see `closing_table`.
-    """
-    losses = loss_before(state, name), None if found is None else found[name], unigram
+    """The closing table of a run with the held-out loss ``name``, by the last evaluation unless it was cut short."""
+    before = next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)
+    losses = before, None if found is None else found[name], unigram
     return closing_table(losses, state.log_history, compile_count(), str(folder))

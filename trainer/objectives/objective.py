@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:  # a command line's choices and help are made of the entries, before torch is imported
-    from torch import Tensor
-else:
-    Tensor = object
+from shardwright.folder_entries import Tensor
+
 Batch = Mapping[str, Tensor]
 
 _LOSS_OF_ITS_OWN = {
@@ -28,30 +26,20 @@ _REFERENCE = {
 
 @dataclass(frozen=True)
 class RecordShape:
-    """The columns of a kind of record.
-
-    Args:
-        name: as users read it.
-        required: the columns that it is known by.
-        optional: columns that are read where there are any.
-        trained: the tokens that the loss is on, in words.
-        answers: the columns, strings or messages, that each answer the record's prompt. Each becomes a segment of its
-            own, and those of a record lie side by side in a row, in this order.
-        unit: the word for one sample of it.
-        words: the columns as an error names them; empty: the required ones.
-    """
+    """The columns of a kind of record."""
 
     name: str
-    required: tuple[str, ...]
+    required: tuple[str, ...]  # it is known by these
     optional: tuple[str, ...] = ()
-    trained: str = "every token"
+    trained: str = "every token"  # the tokens that the loss is on, in words
+    # strings or messages that each answer the prompt: each a segment, side by side in a row, in this order
     answers: tuple[str, ...] = ()
-    unit: str = "sample"
-    words: str = ""
+    unit: str = "sample"  # the word for one of it
+    words: str = ""  # the columns as an error names them; empty: the required ones
 
     @property
     def is_text(self) -> bool:
-        """Whether records are documents of plain text, which rows are cut from; all others are samples."""
+        """Whether records are documents, which rows are cut from; all others are samples."""
         return self.name == "text"
 
     @property
@@ -80,26 +68,21 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Number:
-    """An option that only some objectives have; those that share a name share the number.
-
-    ``fits`` tells whether the loss can be made with a value, and ``why`` says to the others what kind of number it is.
-    """
+    """An option that only some objectives have; those that share a name share the number."""
 
     default: float
     help: str
     fits: Callable[[float], bool]
-    why: str
+    why: str  # what kind of number it is, for a value that does not fit
 
 
 class Objective:
     """An objective. An entry is a subclass with a title.
 
-    Args:
-        numbers: its options by name.
-        length: tokens of a row at most.
-
     Attributes:
         learns: the thing learned, in words.
+        numbers: its options by name.
+        length: tokens of a row at most.
         shapes: the records that it reads, in the order in which they are recognised.
         parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
             own, the mean cross entropy of the scored targets, and :meth:`counts` their number, 0-d.
@@ -127,10 +110,7 @@ class Objective:
 
     @property
     def groups(self) -> int | None:
-        """The most records that share a row, where the loss tells its segments apart; None: as many as fit.
-
-        It is a dimension of the step's tensors, so it can't be left open.
-        """
+        """The most records that share a row, where the loss tells its segments apart, as a dimension of its tensors."""
         return None
 
     @property
@@ -146,11 +126,9 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
-        """Each of :attr:`parts` and :attr:`logged` of a micro-batch, 0-d; the loss is the sum of the parts.
+        """Each of :attr:`parts` and :attr:`logged` of a micro-batch, 0-d, from logits [B, S, V].
 
-        Args:
-            logits: [B, S, V].
-            counts: as of :meth:`counts`, whatever micro-batches they are of.
+        The loss is the sum of the parts; ``counts`` are :meth:`counts` of whatever micro-batches.
         """
         raise NotImplementedError
 

@@ -18,10 +18,10 @@ PAIRS = RecordShape(
     "chosen/rejected",
     ("chosen", "rejected"),
     ("prompt", "tools"),
-    "the chosen answer against the rejected",
-    ("chosen", "rejected"),
-    "pair",
-    "prompt, chosen and rejected, the answers as strings or as messages",
+    trained="the chosen answer against the rejected",
+    answers=("chosen", "rejected"),
+    unit="pair",
+    words="prompt, chosen and rejected, the answers as strings or as messages",
 )
 BETA = Number(
     0.1,
@@ -45,12 +45,8 @@ class PairObjective(Objective):
     parts = ("pair_loss", "chosen_loss")
     on_chosen = per_token = False
     logged = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+        *("logps/chosen", "logps/rejected"),
     )
     refuses: ClassVar = {
         "text_column": "plain text has no two answers",
@@ -60,7 +56,6 @@ class PairObjective(Objective):
 
     @property
     def groups(self) -> int:
-        """P."""
         return min(_MOST_PAIRS, max(1, self.length // _TOKENS_A_PAIR))
 
     @property

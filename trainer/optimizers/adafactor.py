@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardwright.optimizers.optimizer import Optimizer, State, Update, number
-
-if TYPE_CHECKING:
-    import torch
+from shardwright.optimizers.optimizer import Optimizer, State, Tensor, Update, number
 
 _SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # added to squared gradients; the least scale of a parameter
 
@@ -37,7 +33,7 @@ class Adafactor(Optimizer):
         """The second moment: factored for two dimensions or more, as transformers' is."""
         return {"second moment rows": 1, "second moment columns": 2} if len(shape) > 1 else {"second moment": 0}
 
-    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+    def update(self, of: Update) -> tuple[Tensor, State]:
         new_share = (self.decay_rate * of.step.log()).exp()  # exp of a log: as in AdamW
         squares = of.gradient * of.gradient + _SQUARE_EPSILON
         factored = len(of.state) == 2
@@ -56,7 +52,7 @@ class Adafactor(Optimizer):
         return of.decayed(learning_rate) - learning_rate * update, state
 
 
-def _root_mean_square(tensor: torch.Tensor, of: Update) -> torch.Tensor:
+def _root_mean_square(tensor: Tensor, of: Update) -> Tensor:
     """Each parameter's own root mean square, broadcastable to ``tensor``."""
     dims = list(range(int(of.layout.stacked), tensor.dim()))
     squares = tensor * tensor

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardwright.optimizers.optimizer import BELOW_ONE, Optimizer, State, Update, number
-
-if TYPE_CHECKING:
-    import torch
+from shardwright.optimizers.optimizer import BELOW_ONE, Optimizer, State, Tensor, Update, number
 
 
 @dataclass(frozen=True)
@@ -18,16 +13,13 @@ class AdamW(Optimizer):
 
     title = "AdamW"
     about = "two moments"
+    kept = ("first moment", "second moment")
 
     beta1: float = number(0.9, "AdamW's decay of the first moment", least=0, below=BELOW_ONE)
     beta2: float = number(0.999, "AdamW's decay of the second moment", least=0, below=BELOW_ONE)
     epsilon: float = number(1e-8, "What AdamW adds to its divisor, to keep the quotient finite", least=2.0**-126)
 
-    @classmethod
-    def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        return {"first moment": 0, "second moment": 0}
-
-    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+    def update(self, of: Update) -> tuple[Tensor, State]:
         first, second = of.state
         first = self.beta1 * first + (1 - self.beta1) * of.gradient
         second = self.beta2 * second + (1 - self.beta2) * of.gradient * of.gradient
@@ -36,6 +28,6 @@ class AdamW(Optimizer):
         return of.decayed(of.learning_rate) - update, (first, second)
 
 
-def _unbias(beta: float, step: torch.Tensor) -> torch.Tensor:
+def _unbias(beta: float, step: Tensor) -> Tensor:
     # exp(step * log(beta)) for beta**step: on some backends `pow` of a base near 1 is less exact in fp32
     return 1 - (step * step.new_full((), beta).log()).exp()

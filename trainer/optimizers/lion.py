@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardwright.optimizers.optimizer import BELOW_ONE, Optimizer, State, Update, number
-
-if TYPE_CHECKING:
-    import torch
+from shardwright.optimizers.optimizer import BELOW_ONE, Optimizer, State, Tensor, Update, number
 
 
 @dataclass(frozen=True)
@@ -18,15 +13,12 @@ class Lion(Optimizer):
 
     title = "Lion"
     about = "one moment; a learning rate 3 to 10 times below AdamW's"
+    kept = ("momentum",)
 
     beta1: float = number(0.9, "the momentum's share in the direction", least=0, below=BELOW_ONE)
     beta2: float = number(0.99, "the momentum's decay", least=0, below=BELOW_ONE)
 
-    @classmethod
-    def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        return {"momentum": 0}
-
-    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+    def update(self, of: Update) -> tuple[Tensor, State]:
         (momentum,) = of.state
         direction = (self.beta1 * momentum + (1 - self.beta1) * of.gradient).sign()
         momentum = self.beta2 * momentum + (1 - self.beta2) * of.gradient

@@ -10,15 +10,11 @@ only the Gram matrix of the shorter one, in each turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from shardwright.optimizers.adamw import AdamW
-from shardwright.optimizers.optimizer import BELOW_ONE, OnMesh, Optimizer, State, Update, number
-
-if TYPE_CHECKING:
-    import torch
+from shardwright.optimizers.optimizer import BELOW_ONE, OnMesh, Optimizer, State, Tensor, Update, number
 
 # the coefficients of Newton and Schulz's quintic iteration, and the least norm: torch/optim/_muon.py, torch 2.9
 _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
@@ -28,20 +24,19 @@ _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
 class Matrices(OnMesh):
     """The layout of the iteration's tensors on the mesh: [rows, columns], or [experts, rows, columns], of one layer."""
 
-    def stored(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Laid out as the parameter."""
+    def stored(self, matrix: Tensor) -> Tensor:
         return self.constrain(matrix, self.spec)
 
-    def split(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    def split(self, matrix: Tensor, dim: int) -> Tensor:
         """Split along ``dim`` (-1 or -2) alone, by all axes that split the parameter's matrices and divide it."""
         axes: list[str] = []
         for axis in self.axes:
             if matrix.shape[dim] % math.prod(self.mesh[a] for a in (*axes, axis)) == 0:
                 axes.append(axis)
-        last = ((), self._entry(axes)) if dim == -1 else (self._entry(axes), ())
+        last = ((), self.in_order(axes)) if dim == -1 else (self.in_order(axes), ())
         return self.constrain(matrix, (*self.spec[:-2], *last))
 
-    def whole(self, matrix: torch.Tensor) -> torch.Tensor:
+    def whole(self, matrix: Tensor) -> Tensor:
         """Each matrix on every device that has a part of it."""
         return self.constrain(matrix, (*self.spec[:-2], (), ()))
 
@@ -49,11 +44,7 @@ class Matrices(OnMesh):
     def axes(self) -> tuple[str, ...]:
         return tuple(axis for entry in self.spec[-2:] for axis in entry)
 
-    def by_layers(self) -> Matrices:
-        """The layout of [layers, …]: the axes of a matrix split the layers, whose matrices are whole."""
-        return replace(self, spec=(self._entry(self.axes), *self.spec[:-2], (), ()))
-
-    def _entry(self, axes: Collection[str]) -> tuple[str, ...]:
+    def in_order(self, axes: Collection[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.mesh if axis in axes)
 
 
@@ -63,6 +54,7 @@ class Muon(Optimizer):
 
     title = "Muon"
     about = "matrices of layers move by their orthogonalised momentum, the rest by AdamW"
+    kept = ("momentum",)
     rest = AdamW
 
     momentum: float = number(0.95, "its decay, in Nesterov's form", least=0, below=BELOW_ONE)
@@ -85,11 +77,7 @@ class Muon(Optimizer):
         in_a_layer = any(part == "*" or part[:1].isdigit() for part in name.split("."))
         return in_a_layer and len(shape) > 1 and min(shape[-2:]) > 1 and "bias" not in name
 
-    @classmethod
-    def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        return {"momentum": 0}
-
-    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+    def update(self, of: Update) -> tuple[Tensor, State]:
         """The iteration computes in bfloat16."""
         (momentum,), gradient = of.state, of.gradient
         momentum = momentum + (1 - self.momentum) * (gradient - momentum)
@@ -99,7 +87,7 @@ class Muon(Optimizer):
         scale = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1.0, rows / columns))
         return of.decayed(of.learning_rate) - (scale * of.learning_rate) * update.float(), (momentum,)
 
-    def _orthogonalised(self, update: torch.Tensor, layout: OnMesh) -> torch.Tensor:
+    def _orthogonalised(self, update: Tensor, layout: OnMesh) -> Tensor:
         import torch
         from torch.nn.functional import pad
 
@@ -109,12 +97,13 @@ class Muon(Optimizer):
         if not layout.stacked:
             return orthogonalised(update, self.ns_steps, apart)
         shards, layers = math.prod(layout.mesh[axis] for axis in apart.axes), len(update)
-        apart = apart.by_layers()
+        # of [layers, …]: the axes of a matrix split the layers, whose matrices are whole
+        apart = replace(apart, spec=(apart.in_order(apart.axes), *apart.spec[:-2], (), ()))
         # layers of zeros, which stay zeros, make the exchange even
         update = apart.stored(pad(update, [0, 0] * (update.dim() - 1) + [0, -layers % shards]))
         turns = update.reshape(shards, -1, *update.shape[1:]).transpose(0, 1)
 
-        def turn(carry: torch.Tensor, some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def turn(carry: Tensor, some: Tensor) -> tuple[Tensor, Tensor]:
             return carry, orthogonalised(some, self.ns_steps, apart)
 
         made = run_turns(turn, torch.zeros((), device=update.device), turns)[1]
@@ -122,7 +111,7 @@ class Muon(Optimizer):
         return layout.constrain(whole, layout.spec)
 
 
-def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.Tensor:
+def orthogonalised(matrix: Tensor, steps: int, layout: Matrices) -> Tensor:
     """U Vᵀ of ``matrix`` = U S Vᵀ, nearly: its singular values become about 1. [..., rows, columns], laid out alike."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -136,7 +125,7 @@ def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.
     return layout.stored(wide.mT if tall else wide)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """The matrix product, in float32: torch's ``addmm`` rounds a product and its addend once, together.
 
     For bfloat16 values it costs a TPU no more: its products add up in float32 whatever they return.

@@ -6,12 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    import torch
+from shardwright.folder_entries import Tensor
 
-State = tuple["torch.Tensor", ...]
+State = tuple[Tensor, ...]
 Axes = tuple[tuple[str, ...], ...]  # for each dimension of a tensor the axes that split it, in mesh order
 
 BELOW_ONE = 1 - 2**-25  # the end of [0, 1) in float32
@@ -34,40 +33,27 @@ def range_text(option: Field[Any]) -> str:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A parameter's layout on the mesh.
+    """A parameter's layout on the mesh."""
 
-    Args:
-        mesh: axis → devices along it, in mesh order.
-        spec: the axes that split each dimension.
-        stacked: whether dimension 0 is layers, each a parameter of its own.
-    """
-
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int]  # axis → devices along it, in mesh order
     spec: Axes
-    stacked: bool
-    constrain: Callable[[torch.Tensor, Axes], torch.Tensor]
+    stacked: bool  # whether dimension 0 is layers, each a parameter of its own
+    constrain: Callable[[Tensor, Axes], Tensor]
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update of one parameter, or of a stack of layers' at once. Tensors are float32.
+    """One update of one parameter, or of a stack of layers' at once. Tensors are float32."""
 
-    Args:
-        state: in the order in which :meth:`Optimizer.state` lists it.
-        learning_rate: 0-d, as ``step`` is: a Python number would recompile the step.
-        step: the number of this update, from 1.
-        weight_decay: 0 for biases and norms.
-    """
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    state: State
-    learning_rate: torch.Tensor
-    step: torch.Tensor
-    weight_decay: float
+    parameter: Tensor
+    gradient: Tensor
+    state: State  # in the order in which :meth:`Optimizer.state` lists it
+    learning_rate: Tensor  # 0-d, as the step is: a Python number would recompile the step
+    step: Tensor  # the number of this update, from 1
+    weight_decay: float  # 0 for biases and norms
     layout: OnMesh
 
-    def decayed(self, learning_rate: torch.Tensor) -> torch.Tensor:
+    def decayed(self, learning_rate: Tensor) -> Tensor:
         """The parameter after decoupled weight decay (arXiv:1711.05101)."""
         return self.parameter * (1 - learning_rate * self.weight_decay) if self.weight_decay else self.parameter
 
@@ -80,13 +66,14 @@ class Optimizer(ABC):
     and learning rate are Python numbers.
 
     Attributes:
-        title: as people write it.
         about: its state, and when to take it, for ``--help``.
+        kept: names of the tensors of a parameter's state, each of the parameter's own shape.
         rest: the entry that updates the parameters this one does not take; None: it takes all.
     """
 
     title: ClassVar[str]
     about: ClassVar[str]
+    kept: ClassVar[tuple[str, ...]]
     rest: ClassVar[type[Optimizer] | None] = None
 
     @classmethod
@@ -95,14 +82,14 @@ class Optimizer(ABC):
         return True
 
     @classmethod
-    @abstractmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
         """The state of a parameter that has ``shape`` in a layer: name → the parameter's dimension that it lacks.
 
         A tensor of the state has the parameter's shape and layout, or those without one dimension, counted from the
         end; 0: none is lacking. The names follow the parameter's, after a space, in checkpoints.
         """
+        return dict.fromkeys(cls.kept, 0)
 
     @abstractmethod
-    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+    def update(self, of: Update) -> tuple[Tensor, State]:
         """The next parameter and the next state: a pure function, traced into the step."""

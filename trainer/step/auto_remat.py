@@ -1,7 +1,6 @@
 """`remat="auto"`: the share of a layer's values that is kept for the backward, found once and cached.
 
-The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU. A run
-on chips starts with the cached answer.
+The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU.
 """
 
 from __future__ import annotations
@@ -36,23 +35,14 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class LayerValue:
-    """The output of a layer's product or kernel that the backward uses: kept from the forward, or computed again.
+    """The output of a layer's product or kernel that the backward uses: kept from the forward, or computed again."""
 
-    Args:
-        module: its producer, as ``model.layers.*.self_attn.q_proj``.
-        operation: as ``mm`` or ``splash``.
-        shape: in one layer, on all chips together.
-        layers: the number of layers that have it.
-        bytes: of a chip's part, in all layers.
-        flops: a chip's work in a step to compute it again, in all layers.
-    """
-
-    module: str
-    operation: str
-    shape: tuple[int, ...]
+    module: str  # such as model.layers.*.self_attn.q_proj
+    operation: str  # such as mm or splash
+    shape: tuple[int, ...]  # in one layer, on all chips together
     layers: int
-    bytes: int
-    flops: int
+    bytes: int  # of a chip's part, in all layers
+    flops: int  # a chip's work in a step to compute it again, in all layers
     kept: bool
 
     def __str__(self) -> str:
@@ -71,51 +61,32 @@ VALUES_HEADER = ("value of a layer", "of", "shape, all chips", "layers", "HBM a 
 
 
 def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
-    """The layer values of a model whose step was traced under a policy that keeps a share; otherwise none.
-
-    The first to be kept come first: those that save the most FLOPs a byte.
-    """
-    devices, steps = job.plan.devices, job.args.gradient_accumulation_steps
-    found = [
-        LayerValue(
-            module=value.module,
-            operation=value.kind,
-            shape=value.shape,
-            layers=layers,
-            bytes=value.bytes * layers // _parts(job.stored, value.module),
-            flops=value.flops * layers * steps // devices,
-            kept=value.kept,
-        )
-        for module in model.modules()
-        if isinstance(module, DecoderLayers)
-        for value, layers in module.values
-    ]
+    """The layer values of a model traced under a policy that keeps a share; first those that save most FLOPs a byte."""
+    steps, found = job.args.gradient_accumulation_steps, []
+    for module in model.modules():
+        for value, layers in module.values if isinstance(module, DecoderLayers) else ():
+            held = value.bytes * layers // _parts(job.stored, value.module)
+            flops = value.flops * layers * steps // job.plan.devices
+            found.append(LayerValue(value.module, value.kind, value.shape, layers, held, flops, value.kept))
     return tuple(sorted(found, key=lambda value: -value.flops / value.bytes))
 
 
 def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
-    return [
-        (
-            value.module,
-            value.operation,
-            " × ".join(map(str, value.shape)),
-            str(value.layers),
-            size(value.bytes),
-            f"{value.flops:.2e}",
-            "kept" if value.kept else "computed again",
-        )
-        for value in values
-    ]
+    """A row under :data:`VALUES_HEADER` for each value."""
+    rows: list[tuple[str, ...]] = []
+    for value in values:
+        shape, what = " × ".join(map(str, value.shape)), "kept" if value.kept else "computed again"
+        numbers = (str(value.layers), size(value.bytes), f"{value.flops:.2e}")
+        rows.append((value.module, value.operation, shape, *numbers, what))
+    return rows
 
 
 def _parts(plan: ShardingPlan, module: str) -> int:
-    """The number of parts into which the chips split the output of ``module``: a kernel's by all chips.
-
-    A product's is split by its tokens, and by its columns where its weight's output dimension is split.
-    """
+    """The number of parts into which the chips split the output of ``module``."""
     weight = f"{module}.weight"
     if weight not in plan.specs:
-        return plan.devices
+        return plan.devices  # a kernel's
+    # a product's is split by its tokens, and by its columns where its weight's output dimension is split
     axes = {*plan.token_axes, *plan[weight].axes_of(1 if is_stacked(weight) else 0)}
     return math.prod(plan.mesh[axis] for axis in axes)
 
@@ -129,11 +100,7 @@ def with_remat(job: Job, remat: str | float) -> Job:
 
 
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
-    """Cache that ``job``, whose recipe says ``auto``, fits ``chip`` with ``share``; and which of ``values`` that keeps.
-
-    Raises:
-        UserError: the cache can't be written.
-    """
+    """Cache that ``job``, which says ``auto``, fits ``chip`` with ``share``, and which of ``values`` that keeps."""
     path = _path(job, chip)
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
@@ -144,9 +111,8 @@ def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] 
 
 def answer(job: Job, chip: str) -> Answer:
     """The policy that ``auto`` means for ``job`` on the ``chip`` of that name; empty: unknown chip."""
-    path = _path(job, chip)
     try:
-        noted = json.loads(path.read_text())
+        noted = json.loads(_path(job, chip).read_text())
         share, kept = noted["share"], noted.get("kept", [])
         if isinstance(share, int | float) and 0 <= share <= 1:
             return Answer(share, f"as {command('compile')} found for {chip}", tuple(map(str, kept)))

@@ -6,7 +6,8 @@ A run on this process's devices and a lowering without any (an abstract mesh) go
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,14 +30,10 @@ from shardwright.models.layers.decoder_layers import DecoderLayers, number_layer
 from shardwright.models.mixers import bind as mixers
 from shardwright.models.ops import jax_call, kernel_cost, scopes
 from shardwright.models.ops.partial_gradients import SUFFIX
+from shardwright.step import eval_step, gradient_reduction, prepare_parameters, router_load, split_rows
 from shardwright.step.eval_metrics import Measures
-from shardwright.step.eval_step import EvalStep, ObjectiveEvalStep
-from shardwright.step.gradient_reduction import partial_gradients_of
 from shardwright.step.loss import Loss, LossFunction
 from shardwright.step.placed_model import PlacedModel
-from shardwright.step.prepare_parameters import Prepare
-from shardwright.step.router_load import router_losses, watch_routing
-from shardwright.step.split_rows import RowPieces
 from shardwright.weights.place import place_parameters
 from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
@@ -52,9 +49,9 @@ def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction |
     return PlacedModel(job, mesh, model, parameters, loss_of(job, model, mesh, loss))
 
 
-def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> EvalStep:
-    """The evaluation step of ``placed``; ``measures`` apply only where the loss is that of tokens."""
-    return ObjectiveEvalStep(placed) if placed.loss.objective.parts else EvalStep(placed, measures)
+def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> eval_step.EvalStep:
+    """``measures`` apply only where the loss is that of tokens."""
+    return eval_step.ObjectiveEvalStep(placed) if placed.loss.objective.parts else eval_step.EvalStep(placed, measures)
 
 
 def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
@@ -68,7 +65,7 @@ def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> Pr
     for pattern, layout in activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):
-                module.register_forward_hook(_constrain_output(layout, mesh))
+                module.register_forward_hook(functools.partial(_constrain_output, layout, mesh))
     return model
 
 
@@ -82,20 +79,19 @@ def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
 
 
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Tell the model's kernels how their tensors lie on ``mesh``."""
     plan, axes, order = job.plan, tuple(job.plan.mesh.items()), device_order(mesh)
     heads = tuple(axis for axis in plan.mesh if axis not in (*plan.batch, SEQUENCE))
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order, plan.sequence))
     mixers.bind(model)
-    watch_routing(job, model, mesh)
-    names = job.facts.experts
-    if job.recipe.compute.experts not in ("capacity", "dropless"):
+    router_load.watch_routing(job, model, mesh)
+    compute, names = job.recipe.compute, job.facts.experts
+    if compute.experts not in ("capacity", "dropless"):
         return
     expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)
     kernel: Capacity | Dropless
-    if job.recipe.compute.experts == "capacity":
+    if compute.experts == "capacity":
         kernel = Capacity(
-            factor=job.recipe.compute.capacity_factor,
+            factor=compute.capacity_factor,
             groups=plan.token_shards,
             batch_axes=plan.token_axes,
             expert_axes=expert_axes,
@@ -105,16 +101,15 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
         keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
-        remat = job.recipe.compute.remat
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
-            keep=not isinstance(remat, str) or remat == "none",
+            keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
-            keep_all=not job.recipe.compute.scan,
+            keep_all=not compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_cost.buffer_bytes(flops_a_byte),
         )
@@ -126,8 +121,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
     """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
-    partials = partial_gradients_of(job, model, mesh)
-    prepare = Prepare(job, mesh, partials)
+    partials = gradient_reduction.partial_gradients_of(job, model, mesh)
+    prepare = prepare_parameters.Prepare(job, mesh, partials)
     inside: frozenset[str] = frozenset()
     for module in model.modules():
         if isinstance(module, DecoderLayers):
@@ -136,19 +131,14 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    axis = job.plan.sequence
-    pieces = None if axis is None else RowPieces(mesh, job.plan.batch, axis)
-    routers, goal = router_losses(job), job.args.goal
+    pieces = None if job.plan.sequence is None else split_rows.RowPieces(mesh, job.plan.batch, job.plan.sequence)
+    goal, routers = job.args.goal, router_load.router_losses(job)
     return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, pieces)
 
 
-def _constrain_output(layout: Layout, mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:
+def _constrain_output(layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook that lays out a module's output, or the first of its outputs."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        several = isinstance(output, (tuple, list))
-        first = output[0] if several else output
-        placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
-        return type(output)([placed, *output[1:]]) if several else placed
-
-    return hook
+    several = isinstance(output, (tuple, list))
+    first = output[0] if several else output
+    placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
+    return type(output)([placed, *output[1:]]) if several else placed

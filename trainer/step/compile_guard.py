@@ -21,9 +21,7 @@ class CompileGuard:
     def run(self, batch: Tensors, trace: Trace) -> Tensors:
         """Run the graph that ``trace`` builds of ``batch``; returns its results, as ``trace`` does.
 
-        Raises:
-            UserError: the batch's names, shapes or dtypes differ from the first batch's, or they don't and it still
-                compiled again.
+        Raises UserError if the batch is unlike the first in names, shapes or dtypes, or it compiled again all the same.
         """
         self._compare(batch)
         before = program_count()
@@ -34,22 +32,19 @@ class CompileGuard:
         self.compiles += program_count() - before
         self.first = False
         if self.compiles > self.expected:
+            inputs, change = "; ".join(f"{name}: {text}" for name, text in self._signature.items()), ""
+            if self._graph:
+                change = first_difference(self._graph, results, lambda: trace(batch))
             raise UserError(
                 asked=f"{self.expected} compile of the {self.what} in this run",
-                found=f"{self.compiles} compiles, though every input kept its shape and dtype: "
-                + "; ".join(f"{name}: {text}" for name, text in self._signature.items()),
+                found=f"{self.compiles} compiles, though every input kept its shape and dtype: {inputs}",
                 why="something else in the traced graph changed between two steps, such as a number in its code: "
-                + (
-                    first_difference(self._graph, results, lambda: trace(batch))
-                    if self._graph
-                    else "a run on one host names the operation"
-                ),
+                f"{change or 'a run on one host names the operation'}",
                 instead="make what changes a tensor input of the model, or constant",
             )
         return results
 
     def _compare(self, batch: Tensors) -> None:
-        """Refuse a batch that is unlike the first: it would compile anew."""
         signature = {name: f"shape {list(t.shape)}, {t.dtype}" for name, t in batch.items()}
         if self.first:
             self._signature = signature

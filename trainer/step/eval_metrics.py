@@ -8,9 +8,11 @@ Shape legend: B rows, S tokens a row, V tokens that the model knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import UserError, in_short
 from shardwright.models.ops.labels import IGNORE, targets
@@ -30,25 +32,23 @@ class Predictions(NamedTuple):
         mask: bool [B, S]: where something is scored.
     """
 
-    logits: torch.Tensor
-    labels: torch.Tensor
-    mask: torch.Tensor
+    logits: Tensor
+    labels: Tensor
+    mask: Tensor
 
 
 # name → (sum, count), two 0-d tensors; the metric is the sum of all sums over the sum of all counts
-ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]]
+ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[Tensor, Tensor | int]]]
 
 
+@dataclass(frozen=True)
 class Measures:
-    """Logits and labels of a batch → sums by name, in a fixed order.
+    """Logits and labels of a batch → sums by name: token accuracy, and the ``names`` of a user's own function."""
 
-    ``names`` are those of ``compute``, a user's own function; None: token accuracy alone.
-    """
+    compute: ComputeMetrics | None = None
+    names: tuple[str, ...] = ()
 
-    def __init__(self, compute: ComputeMetrics | None = None, names: tuple[str, ...] = ()) -> None:
-        self.compute, self.names = compute, names
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensors:
         """Each measure's sum and count, [2]; of :data:`CORRECT` the sum alone, 0-d."""
         predictions = predictions_of(logits, labels)
         found = {CORRECT: correct_tokens(predictions)}
@@ -60,17 +60,12 @@ class Measures:
         return found
 
 
-def measures_of(compute: ComputeMetrics | None, rows: int, length: int, vocabulary: int) -> Measures:
-    """The measures of an evaluation with batches of [rows, length]; raises as :func:`metric_names`."""
-    return Measures(compute, metric_names(compute, rows, length, vocabulary) if compute is not None else ())
-
-
-def predictions_of(logits: torch.Tensor, labels: torch.Tensor) -> Predictions:
+def predictions_of(logits: Tensor, labels: Tensor) -> Predictions:
     targets_BS = targets(labels)
     return Predictions(logits, targets_BS, targets_BS != IGNORE)
 
 
-def correct_tokens(predictions: Predictions) -> torch.Tensor:
+def correct_tokens(predictions: Predictions) -> Tensor:
     """The number of scored targets that have the highest logit; a 0-d float.
 
     It reduces over V alone, which each device does for its part of a split vocabulary; an argmax, or a lookup of the
@@ -81,11 +76,8 @@ def correct_tokens(predictions: Predictions) -> torch.Tensor:
     return ((own_BS >= logits_BSV.amax(-1)) & predictions.mask).to(torch.float32).sum()
 
 
-def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
-    """For each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
-
-    It reduces over V alone, as :func:`correct_tokens` does. Where nothing is scored the log-probability is 0.
-    """
+def token_values(logits: Tensor, labels: Tensor) -> Tensors:
+    """For each position [B, S] the likeliest token, int32, and its target's log-probability, 0 where there is none."""
     predictions = predictions_of(logits, labels)
     logits_BSV = logits.to(torch.float32)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
@@ -96,17 +88,15 @@ def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
     return {IDS: ids.to(torch.int32), LOG_PROBS: log_probs}
 
 
-def _is_target(predictions: Predictions) -> torch.Tensor:
+def _is_target(predictions: Predictions) -> Tensor:
     vocabulary = torch.arange(predictions.logits.shape[-1], device=predictions.logits.device)
     return vocabulary == predictions.labels.unsqueeze(-1)
 
 
-def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
-    """The names of the metrics of ``compute``, found by a call with meta tensors.
-
-    Raises:
-        UserError: it returns something else than name → (sum, count), or needs values while it is traced.
-    """
+def metric_names(compute: ComputeMetrics | None, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
+    """The names of the metrics of ``compute``, found by a call with meta tensors; UserError if it can't be traced."""
+    if compute is None:
+        return ()
     labels = torch.full((rows, length), IGNORE, device="meta")
     try:
         pairs: Any = compute(predictions_of(torch.empty(rows, length, vocabulary, device="meta"), labels))
@@ -118,21 +108,18 @@ def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: in
         if not isinstance(name, str) or not name:
             raise _refused(f"the name {name!r:.80}, a {type(name).__name__}")
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise _refused(f"{name!r} is a {type(pair).__name__}" + _shape(pair))
+            raise _refused(f"{name!r} is a {type(pair).__name__}", pair)
         for what, value in zip(("sum", "count"), pair, strict=True):
-            if not (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)):
-                raise _refused(f"the {what} of {name!r} is a {type(value).__name__}" + _shape(value))
+            if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)):
+                raise _refused(f"the {what} of {name!r} is a {type(value).__name__}", value)
     return tuple(pairs)
 
 
-def _shape(value: Any) -> str:
-    return f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-
-
-def _refused(found: str) -> UserError:
+def _refused(found: str, value: Any = None) -> UserError:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     return UserError(
         asked="compute_metrics",
-        found=found,
+        found=found + shape,
         why="it is traced into the evaluation's graph, which adds sums up over devices and batches; no logit leaves a "
         "device, so there are no values to look at, and no shape may depend on one",
         instead='a function of (logits, labels, mask) that returns {"name": (sum, count)}, such as '

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.objectives.objective import Objective
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.eval_metrics import CORRECT, IDS, LOG_PROBS, Measures, token_values
 from shardwright.step.placed_model import PlacedModel
@@ -22,20 +22,15 @@ from shardwright.xla.batch import place_batch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and metrics of held-out rows.
+    """Loss and metrics of held-out rows; NaN if there is nothing to evaluate."""
 
-    Args:
-        loss: the objective's, without the auxiliary loss; NaN if there is nothing to evaluate. The model's own is the
-            mean cross entropy over the scored targets, in nats a token; with a user's own loss function, the mean of
-            that.
-        means: further metrics by name: ``accuracy`` (the share of scored targets that no other token was given a higher
-            score than) and a user's own, or the values that the objective logs. NaN likewise.
-        is_entropy: whether the loss is the cross entropy, and so has a perplexity.
-    """
-
+    # without the auxiliary loss: the mean cross entropy of the scored targets, in nats a token, or the mean of a user's
+    # own loss function, or the objective's
     loss: float
+    # `accuracy` (the share of scored targets that no other token was given a higher score than) and a user's own
+    # metrics, or the values that the objective logs
     means: Mapping[str, float]
-    is_entropy: bool = True
+    is_entropy: bool = True  # whether the loss is the cross entropy, and so has a perplexity
 
     @property
     def perplexity(self) -> float:
@@ -45,11 +40,6 @@ class Evaluation:
         """Log entries whose names begin with ``prefix``, as transformers names them."""
         perplexity = {"perplexity": self.perplexity} if self.is_entropy else {}
         return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **perplexity, **self.means}.items()}
-
-
-def names_of_means(objective: Objective, metrics: Iterable[str]) -> tuple[str, ...]:
-    """The names of `Evaluation.means`; ``metrics``: a user's own."""
-    return objective.logged if objective.parts else ("accuracy", *metrics)
 
 
 class EvalStep:
@@ -62,44 +52,23 @@ class EvalStep:
 
     def __call__(self, batches: Iterable[Tensors]) -> Evaluation:
         """Evaluate ``batches`` (host tensors of [rows, S]) together."""
-        sums = self.begin()
-
-        def trace(batch: Tensors) -> Tensors:
-            self.trace(batch, sums)
-            return {"sums": sums}
-
-        for batch in batches:
-            self.guard.run(batch, trace)
-        return self._read(sums)
+        return self._evaluated(batches, self.guard, {})
 
     def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
-        """Evaluate ``batches``; also returns the most likely token and the target's log-probability at each position.
-
-        Both are [all rows, S]. The graph differs from an evaluation's, and is compiled once too.
-        """
-        sums = self.begin()
-        kept: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-
-        def trace(batch: Tensors) -> Tensors:
-            return {"sums": sums, **dict(zip((IDS, LOG_PROBS), self.trace(batch, sums, values=True), strict=True))}
-
-        for batch in batches:
-            found = self.predict_guard.run(batch, trace)
-            for column, name in zip(kept, (IDS, LOG_PROBS), strict=True):
-                column.append(found[name].cpu().numpy())
-        ids, log_probs = map(np.concatenate, kept)
-        return self._read(sums), ids, log_probs
+        """Evaluate ``batches``; also each position's likeliest token and target's log-probability, [all rows, S]."""
+        columns: dict[str, list[np.ndarray]] = {IDS: [], LOG_PROBS: []}
+        found = self._evaluated(batches, self.predict_guard, columns)
+        return found, np.concatenate(columns[IDS]), np.concatenate(columns[LOG_PROBS])
 
     @property
     def size(self) -> int:
         """The number of sums: losses, scored targets, hits; and for each metric its sum and count."""
         return 3 + 2 * len(self.measures.names)
 
-    def begin(self) -> torch.Tensor:
-        """The sums before the first batch, placed."""
+    def begin(self) -> Tensor:
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
-    def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
+    def trace(self, batch: Tensors, sums: Tensor, *, values: bool = False) -> Tensors:
         """Build the graph that adds ``batch`` to ``sums``; with ``values``, returns :meth:`predict`'s tensors."""
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
@@ -107,31 +76,38 @@ class EvalStep:
             added, recorded = self._added(inputs, values)
             sums.copy_(sharding.constrain(sums + added, mesh, (None,)))
             rows = (self.placed.batch_axes or None, None)
-            return [sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS)] if values else []
+            return {name: sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS) if values}
 
-    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+    def _evaluated(
+        self, batches: Iterable[Tensors], guard: CompileGuard, columns: Mapping[str, list[np.ndarray]]
+    ) -> Evaluation:
+        """Evaluate ``batches`` together; ``columns`` get the values of each, if any are named."""
+        sums = self.begin()
+        for batch in batches:
+            found = guard.run(batch, lambda batch: {"sums": sums, **self.trace(batch, sums, values=bool(columns))})
+            for name, column in columns.items():
+                column.append(found[name].cpu().numpy())
+        return self._read(sums)
+
+    def _added(self, batch: Tensors, values: bool) -> tuple[Tensor, Tensors]:
         """The placed ``batch``'s addition to the sums; all records by name, with each token's ``values``."""
 
-        def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        def measure(logits: Tensor, labels: Tensor) -> Tensors:
             return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}
 
         scored = scored_tokens(batch["labels"])
         # a user's own loss may divide by the number it is given or be a mean by itself: nobody can tell
         share = torch.ones((), device=scored.device) if self.loss.compute is None else scored.clamp(min=1)
-        counts = not values and self.measures.compute is None
-        loss, recorded = self.loss(
-            self.placed.parameters, batch, share, training=False, measure=measure, by_counts=counts
-        )
+        counts, parameters = not values and self.measures.compute is None, self.placed.parameters
+        loss, recorded = self.loss(parameters, batch, share, training=False, measure=measure, by_counts=counts)
         total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
         counted = torch.stack([total, scored, recorded[CORRECT]])
         return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
 
-    def _read(self, sums: torch.Tensor) -> Evaluation:
+    def _read(self, sums: Tensor) -> Evaluation:
         total, tokens, correct, *pairs = sums.cpu().tolist()
-        metrics = {
-            name: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else math.nan
-            for i, name in enumerate(self.measures.names)
-        }
+        both = zip(self.measures.names, pairs[::2], pairs[1::2], strict=True)
+        metrics = {name: value / count if count else math.nan for name, value, count in both}
         loss, accuracy = (total / tokens, correct / tokens) if tokens else (math.nan, math.nan)
         return Evaluation(loss, {"accuracy": accuracy, **metrics}, self.loss.compute is None)
 
@@ -149,7 +125,7 @@ class ObjectiveEvalStep(EvalStep):
         """The number of sums: the counts, the parts of the loss, and the logged values."""
         return len(self.objective.parts) + len(self.names)
 
-    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+    def _added(self, batch: Tensors, values: bool) -> tuple[Tensor, Tensors]:
         if values:
             raise UserError(
                 asked=f"predictions with the objective {self.objective.title}",
@@ -161,7 +137,7 @@ class ObjectiveEvalStep(EvalStep):
         _, recorded = self.loss(self.placed.parameters, batch, torch.ones_like(counts), training=False)
         return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
 
-    def _read(self, sums: torch.Tensor) -> Evaluation:
+    def _read(self, sums: Tensor) -> Evaluation:
         values, parts = sums.cpu().tolist(), len(self.objective.parts)
         counts, losses, logged = values[:parts], values[parts : 2 * parts], values[2 * parts :]
         count = counts[0] or math.nan

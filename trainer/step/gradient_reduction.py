@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwright.job import Job
@@ -35,24 +36,15 @@ _MOST_EXCHANGE = 8  # over 64 chips the sums of the parts, ring after ring, take
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A weight gradient with one unreduced part for each batch shard.
+    """A weight gradient with one unreduced part for each batch shard."""
 
-    Args:
-        parameter: the parameter's stored name.
-        dim: the dimension at which the batch shards are inserted: 0, or 1 behind the layers of a stack.
-        axes: the axes that split the tokens where the parameter meets them.
-        layout: axis → the dimension that it splits, of one layer's parameter.
-        rank: dimensions of one layer's parameter.
-        exchanges: whether the devices exchange parts while they compute: in the loop over layers.
-    """
-
-    parameter: str
-    dim: int
-    axes: tuple[str, ...]
-    layout: Mapping[str, Shard]
-    rank: int
+    parameter: str  # its stored name
+    dim: int  # where the batch shards are inserted: 0, or 1 behind the layers of a stack
+    axes: tuple[str, ...]  # that split the tokens where the parameter meets them
+    layout: Mapping[str, Shard]  # axis → the dimension that it splits, of one layer's parameter
+    rank: int  # of one layer's parameter
     mesh: DeviceMesh
-    exchanges: bool = False
+    exchanges: bool = False  # the devices exchange parts while they compute: in the loop over layers
 
     @property
     def shards(self) -> int:
@@ -60,7 +52,7 @@ class PartialGradient:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Partition spec, the inserted dimension included."""
+        """The inserted dimension included."""
         kept = {axis: shard for axis, shard in self.layout.items() if axis not in self.axes}
         return (None,) * self.dim + (self.axes,) + self._spec(kept)
 
@@ -71,19 +63,14 @@ class PartialGradient:
         For a batched product over one ring the compiler makes a reduce-scatter by itself, in the layout that suits the
         product; ours would cost a copy of an operand.
         """
-        rings = len(self.sum.scatter)
-        return rings > 1 or (rings == 1 and self.rank == 2)
+        scattered = len(self.sum.scatter)
+        return scattered > 1 or (scattered == 1 and self.rank == 2)
 
     @property
     def exchanged(self) -> bool:
         """Whether the sum is by an exchange of parts: for a matrix over few devices, in the loop over layers."""
         few = self.exchanges and self.shards <= _MOST_EXCHANGE
         return few and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
-
-    @property
-    def layer(self) -> PartialGradient:
-        """The same for one layer of a stack."""
-        return replace(self, dim=0)
 
     @property
     def sum(self) -> partial_gradients.Sum:
@@ -112,19 +99,19 @@ class PartialGradient:
             ),
         )
 
-    def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+    def zeros(self, parameter: Tensor) -> Tensor:
         """Zeros of the shape of the stored ``parameter`` with the batch shards inserted."""
         shape = (*parameter.shape[: self.dim], self.shards, *parameter.shape[self.dim :])
         return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
-    def total(self, gradient: torch.Tensor) -> torch.Tensor:
+    def total(self, gradient: Tensor) -> Tensor:
         """The sum over batch shards, laid out as the parameter."""
         total = partial_gradients.total(sharding.constrain(gradient, self.mesh, self.spec), self.sum)
         return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+    def leaf(self, parameter: Tensor) -> Tensor:
         """A tensor [shards, *shape], never read, whose gradient sums to that of one layer's ``parameter``."""
-        return _Leaf.apply(parameter, self)
+        return _Leaf.apply(parameter, replace(self, dim=0))
 
     def _spec(self, layout: Layout) -> PartitionSpec:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
@@ -132,29 +119,26 @@ class PartialGradient:
 
 class _Leaf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parameter: torch.Tensor, partial: PartialGradient) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx, parameter: Tensor, partial: PartialGradient) -> Tensor:  # type: ignore[override]
         ctx.partial = partial
         return parameter.unsqueeze(0).expand(partial.shards, *parameter.shape)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
         return ctx.partial.total(gradient), None
 
 
 def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, PartialGradient]:
     """Stored name → partial gradient, for every parameter of the assembled ``model`` that several batch shards meet."""
-    experts_inside = experts_modules(model)
-    found = {}
+    experts_inside, found = experts_modules(model), {}
     for name, _ in model.named_parameters():
-        if name in job.untrained:
-            continue  # it has no gradient
-        entry = job.plan[first_name(name)]
-        if job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
-            continue  # the kernel leaves its gradients reduced
-        axes = token_axes(name, entry, job.recipe, experts_inside)
-        dim = int(is_stacked(name))
-        layout, exchanges = shards_of(entry.layout), jax_call.exchanges_beside()
-        partial = PartialGradient(name, dim, axes, layout, len(entry.shape), mesh, exchanges)
+        # the kernel of dropless experts leaves their gradients reduced
+        reduced = job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside
+        if reduced or name in job.untrained:
+            continue
+        entry, exchanges = job.plan[first_name(name)], jax_call.exchanges_beside()
+        axes, layout = token_axes(name, entry, job.recipe, experts_inside), shards_of(entry.layout)
+        partial = PartialGradient(name, int(is_stacked(name)), axes, layout, len(entry.shape), mesh, exchanges)
         if partial.shards > 1:
             found[name] = partial
     return found

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch_xla
@@ -31,20 +31,6 @@ _METADATA = re.compile(r", metadata=\{[^{}]*\}")
 _CHANGING = re.compile(r"(?<= parameter\()\d+|[A-Za-z0-9+/=]{200,}")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
 _LINE = "line "  # the prefix of a scope that names a line of Python
-
-
-class Operation(NamedTuple):
-    """An operation of HLO.
-
-    Args:
-        value: equal for two operations that compute the same.
-        scopes: the names that were open when it was traced, outermost first, joined by slashes; empty: unknown.
-    """
-
-    kind: str
-    result: str
-    value: int
-    scopes: str
 
 
 class _Lines(TorchFunctionMode):
@@ -91,15 +77,15 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
     with torch.no_grad():
         for name, value in values.items():
             results[name].copy_(value)
-    known = {operation.value for operation in _operations(before)}
-    found = next((operation for operation in _operations(after) if operation.value not in known), None)
+    known = {value for value, _ in _operations(before)}
+    found = next((operation for value, operation in _operations(after) if value not in known), None)
     if found is None:
         return "traced once more, its operations are the first step's: the change came and went"
     return f"the first new operation is {_words(found, lines.places)}"
 
 
-def _operations(text: bytes) -> Iterator[Operation]:
-    """The operations of a graph, each after its operands."""
+def _operations(text: bytes) -> Iterator[tuple[int, re.Match[str]]]:
+    """Each operation's line, and a number that is equal for two that compute the same."""
     values: dict[str, int] = {}  # operation or computation → a hash of what it computes
     computation, inside = "", 0
     for line in zlib.decompress(text).decode().splitlines():
@@ -108,18 +94,17 @@ def _operations(text: bytes) -> Iterator[Operation]:
         elif (found := _OPERATION.match(line)) is not None:
             plain = _CHANGING.sub("", _METADATA.sub("", found["text"]))
             value = hash(_NAME.sub(lambda name: str(values.get(name[0])), plain))
-            scopes = _SCOPES.search(line)
             values[found["name"]], inside = value, hash((inside, value))
             values[computation] = inside
-            yield Operation(found["kind"], found["result"], value, "" if scopes is None else scopes[1])
+            yield value, found
 
 
-def _words(operation: Operation, places: Sequence[str]) -> str:
+def _words(operation: re.Match[str], places: Sequence[str]) -> str:
     """``tanh of f32[32,64] in model.layers.0.mlp, from FILE:LINE``, as far as it is known."""
-    result = re.sub(r"\{[\d,]*\}", "", operation.result)
-    # torch_xla numbers scopes, and puts torch's operations behind them
-    opened = [re.sub(r"\.\d+$", "", scope) for scope in operation.scopes.split("/")]
+    result, scopes = re.sub(r"\{[\d,]*\}", "", operation["result"]), _SCOPES.search(operation.string)
+    # outermost first: torch_xla numbers scopes, and puts torch's operations behind them
+    opened = [re.sub(r"\.\d+$", "", scope) for scope in scopes[1].split("/")] if scopes else []
     modules = [scope for scope in opened if scope and "__" not in scope and not scope.startswith(_LINE)]
     numbers = [int(scope.removeprefix(_LINE)) for scope in opened if scope.startswith(_LINE)]
     where = f" in {modules[-1]}" if modules else ""
-    return f"{operation.kind} of {result}{where}" + (f", from {places[numbers[-1]]}" if numbers else "")
+    return f"{operation['kind']} of {result}{where}" + (f", from {places[numbers[-1]]}" if numbers else "")

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -27,47 +29,29 @@ from shardwright.step.split_rows import RowPieces
 
 CORRECT = "correct_tokens"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
-LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class _HeadInUse(Exception):
     """The model uses its head's output for more than the loss."""
 
 
+@dataclass(eq=False)
 class Loss:
-    """The model's loss on one micro-batch.
+    """The model's loss on one micro-batch."""
 
-    Args:
-        prepare: parameters → tensors for the forward, by name. It is called for the parameters outside the layer stack;
-            the stack prepares its own.
-        inside: names of the parameters that the layer stack prepares.
-        partials: name → partial gradient, for parameters whose gradient is reduced once a step.
-        router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
-        router_losses: further losses of the routers that :func:`shardwright.models.experts.routing.watch` watches.
-        compute: the caller's own loss, in place of the model's; traced too.
-        objective: a loss of its own replaces the mean cross entropy.
-        pieces: how the tokens of a row lie on the devices that share it; None: each device has whole rows.
+    model: PreTrainedModel
+    prepare: Callable[[Tensors], Tensors]  # parameters → tensors for the forward, by name, outside the layer stack
+    inside: frozenset[str]  # names of the parameters that the layer stack prepares by itself
+    partials: Mapping[str, PartialGradient]  # by name, for parameters whose gradient is reduced once a step
+    router_loss: bool  # add the model's own load-balancing loss (`router_aux_loss_coef`) while training
+    objective: Objective  # a loss of its own replaces the mean cross entropy
+    router_losses: RouterLosses  # further losses of the routers that `models.experts.routing.watch` watches
+    compute: LossFunction | None  # the caller's own loss, in place of the model's; traced too
+    pieces: RowPieces | None  # how the tokens of a row lie on the devices that share it; None: they have whole rows
 
-    Attributes:
-        draws: whether the model has drawn random numbers in training so far.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prepare: Callable[[Tensors], Tensors],
-        inside: frozenset[str],
-        partials: Mapping[str, PartialGradient],
-        router_loss: bool,
-        objective: Objective,
-        router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
-        compute: LossFunction | None = None,
-        pieces: RowPieces | None = None,
-    ) -> None:
-        self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss, self.router_losses = router_loss, router_losses
-        self.compute, self.objective, self.pieces = compute, objective, pieces
-        self.draws = False
+    def __post_init__(self) -> None:
+        self.draws = False  # whether the model has drawn random numbers in training so far
         self._plain_head = True  # False once the model is seen to use the logits for more than the loss
         self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
 
@@ -75,26 +59,24 @@ class Loss:
         self,
         parameters: Tensors,
         batch: Tensors,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         *,
         training: bool,
-        random_key: torch.Tensor | None = None,
-        measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
+        random_key: Tensor | None = None,
+        measure: Callable[[Tensor, Tensor], Tensors] | None = None,
         by_counts: bool = False,
-    ) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and logged values by name: router losses, the experts' load, and the objective's.
+    ) -> tuple[Tensor, Tensors]:
+        """The loss of tensors [rows, S], and logged values: router losses, the experts' load, and the objective's.
 
         Args:
-            parameters: name → parameter, and the leaves of the partial gradients that are wanted.
-            batch: name → tensor [rows, S].
+            parameters: the leaves of the partial gradients that are wanted, too.
             tokens: the objective's counts, by which the parts of the loss are divided.
             random_key: the source of all random numbers; None: nothing may be random.
             measure: (logits, labels) → further values to log, by name.
             by_counts: ``measure`` is wanted for :data:`CORRECT` alone, which needs no logits.
 
-        Raises:
-            UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
-                loss returns no 0-d float tensor.
+        Raises UserError if the model draws random numbers in a way that can't be made a function of a key, or the
+        caller's loss returns no 0-d float tensor.
         """
         length, whole = batch["input_ids"].shape[1], batch
         batch = {name: tensor for name, tensor in batch.items() if name not in self.objective.columns}
@@ -109,15 +91,17 @@ class Loss:
         packed = "segment_ids" in batch
         if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
+        real = None  # in training 1 for a token and 0 for padding, [rows, S], if there is padding or a use for it
+        if training and packed:
+            real = (batch["segment_ids"] > 0).to(torch.float32)
+        elif training and self.router_losses.any:
+            real = torch.ones_like(batch["input_ids"], dtype=torch.float32)
+        measured, counted = dict[str, Tensor](), dict[str, Tensor]()
 
-        real = _real_tokens(batch, always=self.router_losses.any) if training else None
-        measured: Tensors = {}
-
-        def forward() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        def forward() -> tuple[Any, dict[str, list[Tensor]]]:
             with self._with_objective(whole, tokens, measured):
                 return self._forward(parameters, inputs, real, random_key, training=training)
 
-        counted: Tensors = {}
         output, recorded = self._without_logits(forward, counted) if by_counts or measure is None else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
@@ -132,31 +116,30 @@ class Loss:
         loss = loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
-    def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> Tensor:
         """The logits [rows, S, V] in evaluation of inputs such as ``input_ids`` [rows, S]; raises as a call."""
-        if self.pieces is None:
-            return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
-        length = inputs["input_ids"].shape[1]
-        cut = self.pieces.inputs(inputs, length)
-        return self.pieces.restored(self._forward(parameters, cut, None, None, training=False)[0].logits, length)
+        pieces, length = self.pieces, inputs["input_ids"].shape[1]
+        given = dict(inputs) if pieces is None else pieces.inputs(inputs, length)
+        logits = self._forward(parameters, given, None, None, training=False)[0].logits
+        return logits if pieces is None else pieces.restored(logits, length)
 
     def _forward(
         self,
         parameters: Tensors,
         inputs: dict[str, Any],
-        real: torch.Tensor | None,
-        random_key: torch.Tensor | None,
+        real: Tensor | None,
+        random_key: Tensor | None,
         *,
         training: bool,
-    ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-        """The model's output, and by name what its modules recorded on the way."""
+    ) -> tuple[Any, dict[str, list[Tensor]]]:
+        """The model's output, and by name what its modules recorded; the first time, checked to draw from the key."""
         self.model.train(training)
         inside = {name: parameter for name, parameter in parameters.items() if name in self.inside}
         prepared = inside | self.prepare({name: t for name, t in parameters.items() if name not in inside})
         segment_ids = inputs.get("segment_ids")
         inputs = {"use_cache": False, **inputs}
-
-        def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        watch = None if training in self._known else randomness.OtherDraws()
+        try:
             with (
                 side_outputs.given(real),
                 randomness.drawing(random_key) as draws,
@@ -168,114 +151,6 @@ class Loss:
                     lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
                 )
             self.draws |= draws.drawn
-            return found
-
-        return self._checked(run, training)
-
-    def _own(self, output: Any, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        assert self.compute is not None
-        loss = self.compute(output, labels, tokens)
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
-            shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else ""
-            raise UserError(
-                asked="compute_loss_func(outputs, labels, num_items_in_batch)",
-                found=f"it returned a {type(loss).__name__}{shape}",
-                why="it is traced into the step, whose gradients are of one number",
-                instead="a tensor of no dimension, such as "
-                "cross_entropy(logits, targets, reduction='sum') / num_items_in_batch",
-            )
-        return loss
-
-    @contextlib.contextmanager
-    def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
-        """Inside, the model computes the objective in place of the loss of tokens, and adds its router loss as ever.
-
-        With rows in pieces the loss of tokens is replaced too: its labels are targets. The objective's values go to
-        ``measured``.
-
-        Raises:
-            UserError: the model has a loss that can't be replaced.
-        """
-        objective, pieces, calls = self.objective, self.pieces, 0
-        if self.compute is not None or not (objective.parts or pieces):
-            yield
-            return
-        own = self.model.loss_function
-
-        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if not objective.parts:
-                return own(logits, labels, *args, **{**kwargs, "shift_labels": labels})
-            whole = logits if pieces is None else pieces.restored(logits, batch["labels"].shape[1])
-            found = objective.loss(whole, batch, counts)
-            measured.update(found)
-            return functools.reduce(operator.add, (found[part] for part in objective.parts))
-
-        # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
-        before = self.model.__dict__.get("_loss_function")
-        self.model.loss_function = loss
-        try:
-            yield
-        finally:
-            del self.model._loss_function
-            if before is not None:
-                self.model.loss_function = before
-        if calls != 1:
-            raise UserError(
-                asked=f"{f'the loss of {objective.title}' if objective.parts else 'split rows'} with "
-                f"{type(self.model).__name__}",
-                found=f"a forward that calls its loss function {calls} times",
-                why="its loss can't be replaced",
-                instead="a model such as llama or mixtral, or "
-                + ("--objective sft" if objective.parts else "whole rows"),
-            )
-
-    def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
-        """Run ``forward``; where rows are in pieces, compute the loss of tokens without whole logits.
-
-        It can do so only if the model makes nothing but the loss of its logits, which the first trace tells. Then
-        ``counted`` gets the number of scored targets with the highest logit.
-        """
-        head = self.model.get_output_embeddings()
-        plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
-        if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
-            return forward()
-        assert isinstance(head, torch.nn.Linear)  # checked just above; for mypy
-        given: list[torch.Tensor] = []
-
-        def keep(hidden: torch.Tensor) -> torch.Tensor:
-            given.append(hidden)
-            return hidden
-
-        # semi-private: `loss_function`, transformers/modeling_utils.py; its arguments, transformers/loss/loss_utils.py,
-        # transformers 5.23
-        own, pieces = self.model.loss_function, self.pieces
-
-        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            tokens = kwargs.get("num_items_in_batch")
-            if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
-                raise _HeadInUse
-            total, counted[CORRECT] = pieces.head_loss(logits, head.weight, labels, IGNORE)
-            return total / tokens
-
-        before = self.model.__dict__.get("_loss_function")
-        vars(head)["forward"], self.model.loss_function = keep, loss
-        try:
-            return forward()
-        except _HeadInUse:
-            self._plain_head = False
-        finally:
-            del vars(head)["forward"], self.model._loss_function
-            if before is not None:
-                self.model.loss_function = before
-        return forward()
-
-    def _checked(self, run: Callable[[], Any], training: bool) -> Any:
-        """Run ``run``; the first time, check that it drew from nothing but the key."""
-        watch = None if training in self._known else randomness.OtherDraws()
-        try:
-            result = run()
             if watch is not None:
                 watch.check()
         except randomness.UnknownDraw as error:
@@ -293,11 +168,101 @@ class Loss:
                 instead="--compute scan=False, with which they run one by one",
             ) from error
         self._known.add(training)
-        return result
+        return found
+
+    def _own(self, output: Any, labels: Tensor, tokens: Tensor) -> Tensor:
+        assert self.compute is not None
+        loss = self.compute(output, labels, tokens)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else ""
+            raise UserError(
+                asked="compute_loss_func(outputs, labels, num_items_in_batch)",
+                found=f"it returned a {type(loss).__name__}{shape}",
+                why="it is traced into the step, whose gradients are of one number",
+                instead="a tensor of no dimension, such as "
+                "cross_entropy(logits, targets, reduction='sum') / num_items_in_batch",
+            )
+        return loss
+
+    @contextlib.contextmanager
+    def _with_objective(self, batch: Tensors, counts: Tensor, measured: Tensors) -> Iterator[None]:
+        """Inside, the model computes the objective in place of the loss of tokens, and adds its router loss as ever.
+
+        With rows in pieces the loss of tokens is replaced too: its labels are targets. The objective's values go to
+        ``measured``. Raises UserError if the model has a loss that can't be replaced.
+        """
+        objective, pieces, calls = self.objective, self.pieces, 0
+        if self.compute is not None or not (objective.parts or pieces):
+            yield
+            return
+        own = self.model.loss_function
+
+        def loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if not objective.parts:
+                return own(logits, labels, *args, **{**kwargs, "shift_labels": labels})
+            whole = logits if pieces is None else pieces.restored(logits, batch["labels"].shape[1])
+            found = objective.loss(whole, batch, counts)
+            measured.update(found)
+            return functools.reduce(operator.add, (found[part] for part in objective.parts))
+
+        with _loss_function(self.model, loss):
+            yield
+        if calls != 1:
+            what = f"the loss of {objective.title}" if objective.parts else "split rows"
+            other = "--objective sft" if objective.parts else "whole rows"
+            raise UserError(
+                asked=f"{what} with {type(self.model).__name__}",
+                found=f"a forward that calls its loss function {calls} times",
+                why="its loss can't be replaced",
+                instead=f"a model such as llama or mixtral, or {other}",
+            )
+
+    def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
+        """Run ``forward``; where rows are in pieces, compute the loss of tokens without whole logits.
+
+        It can do so only if the model makes nothing but the loss of its logits, which the first trace tells. Then
+        ``counted`` gets the number of scored targets with the highest logit.
+        """
+        head = self.model.get_output_embeddings()
+        plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
+        if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
+            return forward()
+        assert isinstance(head, torch.nn.Linear)  # checked just above; for mypy
+        own, pieces, given = self.model.loss_function, self.pieces, list[Tensor]()
+
+        def keep(hidden: Tensor) -> Tensor:
+            given.append(hidden)
+            return hidden
+
+        # semi-private: the arguments of the loss, transformers/loss/loss_utils.py, transformers 5.23
+        def loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            tokens = kwargs.get("num_items_in_batch")
+            if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
+                raise _HeadInUse
+            total, counted[CORRECT] = pieces.head_loss(logits, head.weight, labels, IGNORE)
+            return total / tokens
+
+        vars(head)["forward"] = keep
+        try:
+            with _loss_function(self.model, loss):
+                return forward()
+        except _HeadInUse:
+            self._plain_head = False
+        finally:
+            del vars(head)["forward"]
+        return forward()
 
 
-def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
-    """1 for a token and 0 for padding, [rows, S]; None if ``batch`` has no padding, unless ``always``."""
-    if "segment_ids" in batch:
-        return (batch["segment_ids"] > 0).to(torch.float32)
-    return torch.ones_like(batch["input_ids"], dtype=torch.float32) if always else None
+@contextlib.contextmanager
+def _loss_function(model: PreTrainedModel, loss: Callable[..., Tensor]) -> Iterator[None]:
+    # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
+    before = model.__dict__.get("_loss_function")
+    model.loss_function = loss
+    try:
+        yield
+    finally:
+        del model._loss_function
+        if before is not None:
+            model.loss_function = before

@@ -1,12 +1,12 @@
-"""A step's updates of the parameters: each one's optimizer and state; which decay; clipping by the global norm."""
+"""A step's updates of the parameters: each one's optimizer and state, and which decay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from shardwright.arguments.training import TrainingArguments
@@ -23,38 +23,22 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 @dataclass(frozen=True)
 class ParameterUpdates:
-    """The rules that update the parameters.
-
-    Args:
-        rules: name → the optimizer that updates the parameter, with its numbers.
-        layouts: name → how the parameter lies on the mesh.
-        state: name → the parameter's state tensors, in the order in which its rule takes them.
-        specs: name → their partition specs.
-        decay: names of the parameters that weight decay applies to.
-    """
+    """The rules that update the parameters, by their names."""
 
     rules: Mapping[str, Optimizer]
     layouts: Mapping[str, OnMesh]
-    state: Mapping[str, tuple[ParameterPlan, ...]]
-    specs: Mapping[str, tuple[PartitionSpec, ...]]
+    state: Mapping[str, tuple[ParameterPlan, ...]]  # in the order in which the rule takes them
+    specs: Mapping[str, tuple[PartitionSpec, ...]]  # of the state
     weight_decay: float
-    decay: frozenset[str]
+    decay: frozenset[str]  # names of the parameters that it applies to
 
     def update(
-        self,
-        name: str,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        learning_rate: torch.Tensor,
-        step: torch.Tensor,
-    ) -> tuple[torch.Tensor, State]:
+        self, name: str, parameter: Tensor, gradient: Tensor, state: State, learning_rate: Tensor, step: Tensor
+    ) -> tuple[Tensor, State]:
         """The parameter and its state after update number ``step`` (from 1), computed and returned in float32."""
         parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
-        decay = self.weight_decay if name in self.decay else 0.0
-        return self.rules[name].update(
-            Update(parameter, gradient, state, learning_rate, step, decay, self.layouts[name])
-        )
+        decay, layout = self.weight_decay if name in self.decay else 0.0, self.layouts[name]
+        return self.rules[name].update(Update(parameter, gradient, state, learning_rate, step, decay, layout))
 
 
 def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, model: nn.Module) -> ParameterUpdates:
@@ -66,27 +50,13 @@ def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, 
     }
     rules = {entry.name: args.rule(entry.optimizer(args.optim)) for entry in entries}
     layouts = {entry.name: lay_on(mesh, plan.specs[entry.name], is_stacked(entry.name)) for entry in entries}
-    return ParameterUpdates(rules, layouts, state, specs, args.weight_decay, decay_names(model))
+    # by transformers' own rule, all but biases and norms decay
+    decay = frozenset(get_parameter_names(model, [nn.LayerNorm], NO_DECAY)) & {n for n, _ in model.named_parameters()}
+    return ParameterUpdates(rules, layouts, state, specs, args.weight_decay, decay)
 
 
 def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
-    def constrain(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def constrain(tensor: Tensor, axes: Axes) -> Tensor:
         return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
 
     return OnMesh(mesh.shape(), tuple(axes_of(entry) for entry in spec), stacked, constrain)
-
-
-def decay_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that weight decay applies to: by transformers' own rule, all but biases and norms."""
-    names = get_parameter_names(model, [nn.LayerNorm], NO_DECAY)
-    return frozenset(names) & frozenset(name for name, _ in model.named_parameters())
-
-
-def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients as if they were one vector, in fp32; a 0-d tensor."""
-    return torch.sqrt(torch.stack([gradient.float().pow(2).sum() for gradient in gradients]).sum())
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that brings gradients of norm ``norm`` to at most ``max_norm``, as `clip_grad_norm_` computes it."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

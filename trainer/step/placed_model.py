@@ -31,5 +31,4 @@ class PlacedModel:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split a batch's rows."""
         return self.job.recipe.batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
@@ -51,7 +52,7 @@ class Prepare:
         """The same for a layer's slices of stacks: one that isn't cast would choose the whole stack's layout."""
         return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
 
-    def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:
+    def _cast(self, name: str, parameter: Tensor) -> Tensors:
         # cast first, so that devices gather the smaller dtype
         entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
         # the biases that routers add for selection stay as they are: in bfloat16 a step of 0.001 would be lost
@@ -59,24 +60,22 @@ class Prepare:
         placed = self._placed(name, cast)
         prepared = {name: self._whole(name, placed)}
         if partial is not None and partial.scatters:
-            prepared[name + SUFFIX] = partial.layer.leaf(placed)
+            prepared[name + SUFFIX] = partial.leaf(placed)
         return prepared
 
-    def _placed(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    def _placed(self, name: str, parameter: Tensor) -> Tensor:
         return self._constrain(parameter, self.job.plan[first_name(name)].layout)
 
-    def _whole(self, name: str, placed: torch.Tensor) -> torch.Tensor:
-        """Gather ``placed`` along the axes that split the tokens, which also places the reduction of its gradient.
-
-        Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        """
+    def _whole(self, name: str, placed: Tensor) -> Tensor:
+        # gathered along the axes that split the tokens, which also places the reduction of its gradient: left to itself
+        # the partitioner gathers the tokens of the whole batch where that seems shorter
         entry, recipe = self.job.plan[first_name(name)], self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
             return placed  # the kernel gathers it itself
         split = (*token_axes(name, entry, recipe, self.experts_inside), SEQUENCE)
         return self._constrain(placed, {axis: place for axis, place in entry.layout.items() if axis not in split})
 
-    def _as_stored(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    def _as_stored(self, name: str, parameter: Tensor) -> Tensor:
         as_used = parameter.dtype in (self.dtype, torch.int8)
         if parameter.dim() < 2 or not as_used or name.endswith(SUFFIX):
             return parameter
@@ -85,5 +84,5 @@ class Prepare:
         manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
         return as_stored(parameter, manual, self.job.stored[name].shape[0] if is_stacked(name) else 0)
 
-    def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _constrain(self, tensor: Tensor, layout: Layout) -> Tensor:
         return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwright.job import Job
@@ -21,29 +23,24 @@ from shardwright.xla.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of a model, and the selection biases of their routers.
-
-    Args:
-        experts: name of each experts module, in the model's own names and order → its number of experts.
-        stacks: the same modules as they run: name → the own names of those that it stacks, or its own.
-        order: the index of each number of :meth:`shares` when stack follows stack, placed; None: they are in order.
-        biases: name → (what a router adds to its scores for selection, placed; the name of its experts as they run).
-        rate: how far a bias moves in a step; 0: it stays.
-    """
+    """The experts of a model, and the selection biases of their routers."""
 
     mesh: DeviceMesh
-    experts: Mapping[str, int] = field(default_factory=dict)
-    stacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    order: torch.Tensor | None = None
-    biases: Mapping[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
-    rate: float = 0.0
+    # name of each experts module, in the model's own names and order → its number of experts
+    experts: Mapping[str, int]
+    # the same modules as they run: name → the own names of those that it stacks, or its own
+    stacks: Mapping[str, Sequence[str]]
+    # the index of each number of `shares` when stack follows stack, placed; None: they are in order
+    order: Tensor | None
+    # name → (what a router adds to its scores for selection, placed; the name of its experts as they run)
+    biases: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    rate: float = 0.0  # how far a bias moves in a step; 0: it stays
 
     @property
     def size(self) -> int:
-        """The length of :meth:`shares`."""
         return sum(count + 1 for count in self.experts.values())
 
-    def shares(self, recorded: Tensors) -> torch.Tensor:
+    def shares(self, recorded: Tensors) -> Tensor:
         """For each layer every expert's share of the (token, choice) pairs, then the share dropped: [size]."""
         flat, device = [], next(iter(recorded.values())).device
         for name, own in self.stacks.items():
@@ -54,7 +51,7 @@ class Routing:
         shares = torch.cat(flat)
         return shares if self.order is None else shares.index_select(0, self.order)
 
-    def dropped_fraction(self, recorded: Tensors) -> torch.Tensor | None:
+    def dropped_fraction(self, recorded: Tensors) -> Tensor | None:
         """The share of all layers' pairs that was dropped; None where no layer has a capacity."""
         known = [name for name in self.stacks if name + DROPPED in recorded]
         if not known:
@@ -64,16 +61,15 @@ class Routing:
 
     def loads(self, sums: Sequence[float], capacity: bool) -> tuple[ExpertLoad, ...]:
         """The loads in a sum of :meth:`shares` over steps. Layers where nothing was routed are left out."""
-        found, first = [], 0
+        found, numbers = [], iter(sums)
         for name, count in self.experts.items():
-            *shares, dropped = sums[first : first + count + 1]
-            first += count + 1
+            *shares, dropped = itertools.islice(numbers, count + 1)
             if total := sum(shares):
                 lost = dropped / total if capacity else None
                 found.append(ExpertLoad(name, tuple(share / total for share in shares), lost))
         return tuple(found)
 
-    def update_biases(self, recorded: Tensors, good: torch.Tensor) -> None:
+    def update_biases(self, recorded: Tensors, good: Tensor) -> None:
         """Move each bias towards a balanced load, where the step is ``good`` (arXiv:2408.15664, algorithm 1)."""
         for bias, experts in self.biases.values() if self.rate else ():
             load = recorded[experts + LOAD]
@@ -93,7 +89,6 @@ def totals(recorded: Tensors) -> Tensors:
 
 
 def router_losses(job: Job) -> RouterLosses:
-    """The job's additions to the model's own loss for its routers."""
     args = job.args
     return RouterLosses(args.router_z_loss_coef, args.router_balance_coef, args.router_balance == "batch")
 
@@ -101,7 +96,7 @@ def router_losses(job: Job) -> RouterLosses:
 def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Have the experts of ``model`` record their load, and its routers what :func:`router_losses` needs."""
 
-    def split_rows(tensor: torch.Tensor) -> torch.Tensor:
+    def split_rows(tensor: Tensor) -> Tensor:
         return sharding.constrain(tensor, mesh, batch_spec(tensor.dim(), job.plan.batch))
 
     mark(model, experts_modules(model), job.plan.batch_shards, split_rows)
@@ -110,7 +105,6 @@ def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def make_routing(placed: PlacedModel) -> Routing:
-    """The experts of a placed model, and the biases of its routers."""
     job, model, parameters = placed.job, placed.model, placed.parameters
     names = job.facts.experts
     experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}
@@ -127,7 +121,7 @@ def make_routing(placed: PlacedModel) -> Routing:
     return Routing(placed.mesh, experts, stacks, placed_order, biases, job.args.router_bias_update_rate)
 
 
-def _order(experts: Mapping[str, int], stacks: Mapping[str, Sequence[str]]) -> torch.Tensor | None:
+def _order(experts: Mapping[str, int], stacks: Mapping[str, Sequence[str]]) -> Tensor | None:
     """:attr:`Routing.order`, int32 [size]; None if stack after stack is the order of ``experts``."""
     begins, begin = {}, 0
     for name in (name for own in stacks.values() for name in own):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwright.arguments.training import TrainingArguments
 
@@ -20,68 +21,49 @@ _AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median
 _LEAST = 0.01  # of the median, so that a loss that hardly moves does not spike whenever it does
 
 
-@dataclass(frozen=True)
-class Spike:
-    """The last spike, and how many there were.
+class Spike(NamedTuple):
+    """The last spike, and how many there were."""
 
-    Args:
-        step: its number; 0: there was none.
-        loss, grad_norm: its own.
-        loss_limit, grad_norm_limit: what they were to stay below.
-        skipped: steps of the whole run whose update was left out.
-        in_a_row: spikes without a good step between them, up to the last step.
-    """
-
-    step: int
+    step: int  # 0: there was none
     loss: float
     loss_limit: float
     grad_norm: float
     grad_norm_limit: float
-    skipped: int
-    in_a_row: int
+    skipped: int  # steps of the whole run whose update was left out
+    in_a_row: int  # spikes without a good step between them, up to the last step
 
 
-# the numbers of a state, before the window: the count of good steps, and the fields of Spike
-_FIELDS = ("seen", "step", "loss", "loss_limit", "grad_norm", "grad_norm_limit", "skipped", "in_a_row")
+_FIELDS = ("seen", *Spike._fields)  # the numbers of a state, before the window; first the count of good steps
 _SEEN, _SKIPPED, _IN_A_ROW = (_FIELDS.index(name) for name in ("seen", "skipped", "in_a_row"))
 _LAST = slice(_SEEN + 1, _SKIPPED)  # the last spike
 
 
 @dataclass(frozen=True)
 class SpikeWatch:
-    """Finds spikes, as a pure function of a state of :attr:`size` numbers, zeros at first.
+    """Finds spikes, as a pure function of a state of :attr:`size` numbers, zeros at first."""
 
-    Args:
-        window: good steps that a step is compared with; none is a spike before there were as many.
-        threshold: how many times the usual distance from the median a spike is away.
-        skips: a spike's update is left out, and the next step goes on; else the state is held until the host hears.
-    """
-
-    window: int
-    threshold: float
-    skips: bool
+    window: int  # good steps that a step is compared with; none is a spike before there were as many
+    threshold: float  # how many times the usual distance from the median a spike is away
+    skips: bool  # a spike's update is left out, and the next step goes on; else the state is held until the host hears
 
     @property
     def size(self) -> int:
         return len(_FIELDS) + 2 * self.window
 
-    def skipped(self, state: torch.Tensor) -> torch.Tensor:
+    def skipped(self, state: Tensor) -> Tensor:
         return state[_SKIPPED]
 
-    def judged(
-        self, state: torch.Tensor, found: Sequence[torch.Tensor], counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Whether a step is a spike, whether it ends the run, and the state after it; all on the device.
+    def judged(self, state: Tensor, found: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether a step is a spike, whether it ends the run, and the state [size] after it; all on the device.
 
-        Args:
-            state: the state before, [size].
-            found: the step's number, loss and gradient norm.
-            counts: whether the step can be good: finite, with a scored token, and none before it ended the run.
+        ``counts``: whether it can be good: finite, with a scored token, and none before it ended the run.
         """
         step, loss, norm = found
         seen, skipped, in_a_row = state[_SEEN], state[_SKIPPED], state[_IN_A_ROW]
         windows = state[len(_FIELDS) :].view(2, self.window)
-        limits = self._limits(windows)
+        middle = _median(windows)
+        usual = torch.maximum(_AS_SIGMA * _median((windows - middle.unsqueeze(-1)).abs()), _LEAST * middle.abs())
+        limits = middle + self.threshold * usual
         values = torch.stack([loss, norm])
         spike = counts & (seen >= self.window) & (values > limits).any()
         good, zero = counts & ~spike, torch.zeros_like(seen)
@@ -89,30 +71,18 @@ class SpikeWatch:
         ends = spike & (row >= MOST_IN_A_ROW) if self.skips else spike
         last = torch.stack([step, loss, limits[0], norm, limits[1]])
         counted = torch.stack([skipped + (spike & ~ends).to(skipped.dtype), row])
-        after = torch.cat(
-            [
-                (seen + good.to(seen.dtype)).view(1),
-                torch.where(spike, last, state[_LAST]),
-                counted,
-                torch.where(good, torch.cat([windows[:, 1:], values.view(2, 1)], 1), windows).flatten(),
-            ]
-        )
-        return spike, ends, after
+        seen, last = (seen + good.to(seen.dtype)).view(1), torch.where(spike, last, state[_LAST])
+        windows = torch.where(good, torch.cat([windows[:, 1:], values.view(2, 1)], 1), windows)
+        return spike, ends, torch.cat([seen, last, counted, windows.flatten()])
 
     def read(self, state: Sequence[float]) -> Spike:
         """The last spike in the numbers of a state."""
-        found: dict[str, Any] = dict(zip(_FIELDS, state, strict=False))
-        found |= {name: int(found[name]) for name in ("step", "skipped", "in_a_row")}
-        return Spike(**{name: value for name, value in found.items() if name != "seen"})
-
-    def _limits(self, windows: torch.Tensor) -> torch.Tensor:
-        """The limits of the next step: [..., window] -> [...]."""
-        middle = _median(windows)
-        usual = torch.maximum(_AS_SIGMA * _median((windows - middle.unsqueeze(-1)).abs()), _LEAST * middle.abs())
-        return middle + self.threshold * usual
+        found: Any = state[1 : len(_FIELDS)]
+        last = Spike(*found)
+        return last._replace(step=int(last.step), skipped=int(last.skipped), in_a_row=int(last.in_a_row))
 
 
-def _median(values: torch.Tensor) -> torch.Tensor:
+def _median(values: Tensor) -> Tensor:
     """The median along the last dimension: of an even number of values the mean of the middle two."""
     ordered, half = torch.sort(values, -1).values, values.shape[-1] // 2
     return (ordered[..., half] + ordered[..., (values.shape[-1] - 1) // 2]) / 2
@@ -127,6 +97,5 @@ def log_entries(spike: Spike, since: int) -> dict[str, float]:
     """Log entries: the number of skipped updates, and the last spike if it came after step ``since``."""
     logs: dict[str, float] = {"skipped_steps": spike.skipped} if spike.skipped else {}
     if spike.step > since:
-        names = ("step", "loss", "loss_limit", "grad_norm", "grad_norm_limit")
-        logs |= {f"spike_{name}": getattr(spike, name) for name in names}
+        logs |= {f"spike_{name}": getattr(spike, name) for name in _FIELDS[_LAST]}
     return logs

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwright.models.attention.pieces import from_pieces, to_pieces
@@ -32,40 +33,31 @@ class RowPieces:
         return self.mesh.shape()[self.axis]
 
     def inputs(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """``batch`` with its tensors of [rows, ``length``] in pieces, each with its tokens' positions.
-
-        Rows that can't be cut evenly are lengthened with padding, which ``segment_ids`` then name.
-        """
-        rest = -length % (2 * self.count)
+        """``batch`` with its tensors of [rows, ``length``] in pieces, each with its tokens' positions."""
+        rest = -length % (2 * self.count)  # padding to cut rows evenly, which `segment_ids` then name
         given, device = dict(batch), batch["input_ids"].device
         if "position_ids" not in given:
             positions = torch.arange(length, dtype=torch.int64, device=device)
             given["position_ids"] = positions.expand(batch["input_ids"].shape)
         if rest and "segment_ids" not in given:
             given["segment_ids"] = torch.ones_like(batch["input_ids"])
-        return {name: self._cut(t, rest) if _is_row(t, length) else t for name, t in given.items()}
+        rows = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.dim() == 2 and t.shape[1] == length}
+        return given | {name: self._cut(row, rest) for name, row in rows.items()}
 
-    def targets(self, targets: torch.Tensor, ignored: int) -> torch.Tensor:
-        """The target of each position, [rows, S], in pieces."""
+    def targets(self, targets: Tensor, ignored: int) -> Tensor:
         return self._cut(targets, -targets.shape[1] % (2 * self.count), ignored)
 
-    def restored(self, logits: torch.Tensor, length: int) -> torch.Tensor:
+    def restored(self, logits: Tensor, length: int) -> Tensor:
         """The model's logits of rows of ``length`` tokens, in a row's own order: [rows, S, V]."""
         whole = from_pieces(logits, self.count, 1)
         return sharding.constrain(whole, self.mesh, (self.batch_axes or None, self.axis, None))[:, :length]
 
-    def head_loss(
-        self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_loss(self, hidden: Tensor, head: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
         """The loss of ``targets`` [rows, S], in pieces, summed, from the ``hidden`` input of ``head``; and the hits."""
         axes = tuple(self.mesh.shape().items())
         layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
         return head_loss(hidden, head, targets, layout)
 
-    def _cut(self, rows: torch.Tensor, rest: int, value: int = 0) -> torch.Tensor:
+    def _cut(self, rows: Tensor, rest: int, value: int = 0) -> Tensor:
         cut = to_pieces(pad(rows, (0, rest), value=value), self.count, 1)
         return sharding.constrain(cut, self.mesh, (self.batch_axes or None, self.axis))
-
-
-def _is_row(value: Any, length: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == length

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from shardwright.files.arrays import Array
 from shardwright.report.expert_load import ExpertLoad
@@ -19,21 +20,19 @@ _ROUTER_LOSSES = METRICS[-2:]
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics gathered on the device since the last reading.
+    """Metrics gathered on the device since the last reading: means over the ``steps`` since then.
 
     Args:
-        loss: mean over the steps since then; nats a token, auxiliary loss included.
+        loss: nats a token, auxiliary loss included.
         grad_norm: of the last step, before clipping.
-        dropped_fraction: share of the (token, choice) pairs that no expert had room for, mean over layers and steps;
-            None where no layer has a capacity.
-        steps: optimizer steps since the last reading.
+        dropped_fraction: share of the (token, choice) pairs that no expert had room for, over all layers; None where
+            no layer has a capacity.
         bad_step: the first step that ended the run, since its loss or gradient norm was not finite or was a spike; 0 if
             none did.
-        router_losses: ``router_z_loss`` and ``router_balance_loss``, means over the steps, without their coefficients;
-            empty if none is added.
+        router_losses: ``router_z_loss`` and ``router_balance_loss``, without their coefficients, if they are added.
         expert_load: of each layer with experts, all these steps together.
         unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
-        logged: the objective's logged values, means over the steps.
+        logged: the objective's logged values.
         spike: the last one; None: nobody looks for any.
     """
 
@@ -50,13 +49,11 @@ class StepMetrics:
 
 
 class MetricsLayout:
-    """The place of each number.
+    """The place of each number: ``slots`` has it by name.
 
-    Attributes:
-        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``, the objective's.
-        slots: name → its numbers. Behind those of ``names`` stand ``expert_shares`` (`Routing.shares`),
-            ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered`` is all up
-            to the shares, which begins anew with a reading.
+    First stand ``names``, a number each: :data:`METRICS`, and ``logged``, the objective's; then ``expert_shares``
+    (`Routing.shares`), ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered``
+    is all up to the shares, which begins anew with a reading.
     """
 
     def __init__(self, logged: tuple[str, ...], routing: Routing, spikes: SpikeWatch | None) -> None:
@@ -68,11 +65,11 @@ class MetricsLayout:
             self.size += size
         self.slots["gathered"] = slice(0, self.slots["expert_shares"].stop)
 
-    def number(self, metrics: torch.Tensor, name: str) -> torch.Tensor:
+    def number(self, metrics: Tensor, name: str) -> Tensor:
         return metrics[self.slots[name].start]
 
-    def with_replaced(self, gathered: torch.Tensor, replaced: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """All metrics: those of ``gathered`` but for the ``replaced`` (name → numbers, in the order of the slots)."""
+    def with_replaced(self, gathered: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
+        """All metrics: those of ``gathered`` but for the ``replaced``, which come in the order of the slots."""
         pieces, end = [], 0
         for name, values in replaced.items():
             slot = self.slots[name]
@@ -82,7 +79,7 @@ class MetricsLayout:
             end = slot.stop
         return torch.cat(pieces)
 
-    def start(self, restored: Callable[[str], Array] | None) -> torch.Tensor:
+    def start(self, restored: Callable[[str], Array] | None) -> Tensor:
         """The metrics to begin with; 0 where an older version or other options saved none."""
         metrics = torch.zeros(self.size)
         if restored:
@@ -93,7 +90,6 @@ class MetricsLayout:
         return metrics
 
     def read(self, values: Sequence[float], has_router_losses: bool) -> StepMetrics:
-        """The metrics that the numbers of the tensor stand for."""
         found = {name: values[self.slots[name].start] for name in (*self.names, "unscored_steps")}
         count, dropped = max(int(found["steps"]), 1), found["dropped_fraction"]
         return StepMetrics(

@@ -1,17 +1,18 @@
 """TrainStep: forward, backward, gradient layout, accumulation, clipping and update as one XLA computation.
 
-Nothing in it reads the device. The learning rate and the step's number go in as data, and the metrics stay on the
-device until `read_metrics`. A loss that is not finite turns the update into a no-op on the device itself: the last good
-state is kept, although the host hears of it only at the next logging step.
+Nothing in it reads the device: the learning rate and the step's number go in as data, and the metrics stay there until
+`read_metrics`. A loss that is not finite turns the update into a no-op on the device itself: the last good state is
+kept, although the host hears of it only at the next logging step.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.files.arrays import Array, Stack
 from shardwright.job import Job
@@ -22,7 +23,7 @@ from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.step.parameter_updates import clip_factor, global_norm, make_updates
+from shardwright.step.parameter_updates import make_updates
 from shardwright.step.placed_model import PlacedModel
 from shardwright.step.router_load import make_routing, totals
 from shardwright.step.spikes import spike_watch
@@ -37,13 +38,10 @@ class TrainStep:
 
     A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
     It has neither gradient nor state, unless it is a stack with other layers that take part. A batch without a scored
-    token changes nothing but the count of such steps: weights, state and the optimizer's own count of updates are as if
-    it had not been there. The step's number counts the data, so it and the learning rate go on.
+    token changes nothing but the count of such steps, not even the optimizer's own count of updates; the step's number,
+    which counts the data, and the learning rate go on.
 
-    Random numbers (dropout) are drawn from the run's seed and the numbers of the step and the micro-batch.
-
-    Args:
-        restored: saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
+    ``restored`` has saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
 
     Raises:
         UserError: no parameter takes part in the loss.
@@ -51,14 +49,13 @@ class TrainStep:
 
     def __init__(self, placed: PlacedModel, restored: Source | None = None) -> None:
         job, args = placed.job, placed.job.args
-        self.placed, self.loss = placed, placed.loss
+        self.placed, self.loss, self.mesh, self.parameters = placed, placed.loss, placed.mesh, placed.parameters
         self.trained = job.trained  # name → whether it takes part in the loss, for each layer of a stack
         self.optimizer = optimizer = make_updates(args, job.stored, placed.mesh, placed.model)
         self.routing, self.spikes = make_routing(placed), spike_watch(args)
         self.accumulation, self.seed = args.gradient_accumulation_steps, args.seed
         self.max_grad_norm, self._moment_dtype = args.max_grad_norm, args.state_dtypes["optimizer_dtype"]
-        restored = restored and _with_zeros(job, restored)
-        self.mesh, self.parameters = placed.mesh, placed.parameters
+        restored = restored and functools.partial(_restored_or_zeros, job, restored)
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
         # By parameter, in the order of `optimizer.state`, such as AdamW's two moments.
@@ -89,7 +86,7 @@ class TrainStep:
 
     @property
     def compiles(self) -> int:
-        """Compiles of the step so far: one for each length of rows that it has met."""
+        """So far: one for each length of rows that it has met."""
         return sum(guard.compiles for guard in self.guards.values())
 
     @property
@@ -122,10 +119,9 @@ class TrainStep:
         self._trace(inputs, sharding.place("scalars", scalars, self.mesh, (None,)), self.random_keys(step))
         return inputs
 
-    def random_keys(self, step: int) -> torch.Tensor:
+    def random_keys(self, step: int) -> Tensor:
         """The keys that all random numbers of step number ``step`` are drawn from, int32 [micro-batches, 2]."""
-        seed, count = self.seed, self.accumulation
-        words = [random_bits.key_of(f"{seed}/{step}/{micro_batch}") for micro_batch in range(count)]
+        words = [random_bits.key_of(f"{self.seed}/{step}/{micro}") for micro in range(self.accumulation)]
         return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
 
     def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
@@ -134,30 +130,51 @@ class TrainStep:
         self.metrics_read |= and_begin_anew
         return self.layout.read(values, self.loss.router_losses.any)
 
-    def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
+    def _trace(self, batch: Tensors, scalars: Tensor, random_keys: Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
-        norm = global_norm(gradients.values())
+        # the 2-norm of all gradients as if they were one vector
+        norm = torch.sqrt(torch.stack([gradient.float().pow(2).sum() for gradient in gradients.values()]).sum())
+        layout, metrics = self.layout, self.metrics
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        good = finite & (self.layout.number(self.metrics, "bad_step") == 0)
+        good = finite & (layout.number(metrics, "bad_step") == 0)
         scored = scored_tokens(batch["labels"]) > 0
-        updates = step - self.layout.number(self.metrics, "unscored_steps")  # the optimizer's count of steps
-        changes, after = good & scored, None
+        updates = step - layout.number(metrics, "unscored_steps")  # the optimizer's count of steps
+        changes, replaced = good & scored, dict[str, Tensor]()
         with torch.no_grad(), scopes.scope("optimizer"):
             if (spikes := self.spikes) is not None:
-                before = self.metrics[self.layout.slots["spikes"]]
-                spike, ends, after = spikes.judged(before, (step, loss, norm), changes)
-                good, changes, updates = good & ~ends, changes & ~spike, updates - spikes.skipped(before)
+                watched = metrics[layout.slots["spikes"]]
+                spike, ends, after = spikes.judged(watched, (step, loss, norm), changes)
+                good, changes, updates = good & ~ends, changes & ~spike, updates - spikes.skipped(watched)
+                replaced["spikes"] = after
             self._update_parameters(gradients, norm, changes, (learning_rate, updates))
             self.routing.update_biases(recorded, changes)
-            self._update_metrics((loss, norm), recorded, (good, fresh, step, scored), after)
+            # the metrics, whose sums begin anew where `fresh` is above 0
+            zero, dropped = torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
+            added = {"loss": loss, "grad_norm": norm, "dropped_fraction": zero - 1 if dropped is None else dropped}
+            added = {**recorded, **added, "steps": zero + 1, "bad_step": zero}
+            before, unscored = (metrics[layout.slots[name]] for name in ("gathered", "unscored_steps"))
+            sums = torch.where(fresh > 0, torch.zeros_like(before), before)
+            new = torch.stack([added.get(name, zero) for name in layout.names])
+            if self.routing.experts:
+                new = torch.cat([new, self.routing.shares(recorded)])
+            new = torch.where(scored, new, torch.zeros_like(new)) + sums
+            bad_step = layout.number(metrics, "bad_step")
+            replaced = {
+                "grad_norm": torch.where(scored, norm, layout.number(before, "grad_norm")),
+                "bad_step": torch.where(good | (bad_step != 0), bad_step, step),
+                "unscored_steps": torch.where(scored, unscored, unscored + 1),
+                **replaced,
+            }
+            metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def _update_parameters(
-        self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
+        self, gradients: Tensors, norm: Tensor, good: Tensor, scalars: tuple[Tensor, Tensor]
     ) -> None:
-        """Update every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
-        limit = self.max_grad_norm
-        factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
+        """Update every parameter with a gradient where the step is ``good``; ``scalars``: learning rate, updates."""
+        limit, factor = self.max_grad_norm, torch.ones_like(norm)
+        if limit > 0:  # as `clip_grad_norm_` computes it
+            factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for name in self.moments:
             parameter = self.parameters[name]
             news = olds = (parameter, *self.moments[name])
@@ -172,62 +189,25 @@ class TrainStep:
                 kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
-    def _placed_state(
-        self, name: str, kept: ParameterPlan, spec: PartitionSpec, restored: Source | None
-    ) -> torch.Tensor:
-        """A tensor of the state of parameter ``name`` on the mesh: its ``restored`` values, or zeros."""
+    def _placed_state(self, name: str, kept: ParameterPlan, spec: PartitionSpec, restored: Source | None) -> Tensor:
         full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
             return sharding.place(full, restored(full), self.mesh, spec, dtype)
         return sharding.zeros(full, kept.shape, dtype, self.mesh, spec)
 
     def _learns(self, name: str) -> bool:
-        """Whether parameter ``name``, or the one whose partial gradient it names, takes part in the loss anywhere."""
+        """Whether a parameter, or the one of a partial gradient, takes part in the loss in any layer."""
         return any(self.trained.get(name.removesuffix(SUFFIX), (True,)))
 
-    def _where_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, of parameter ``name`` or its partial gradient; 0 for layers with no part in the loss."""
+    def _where_trained(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor``, with 0 for layers with no part in the loss."""
         layers = self.trained.get(name.removesuffix(SUFFIX), ())
         if all(layers):
             return tensor
         flags = [tensor.new_full((1,) * tensor.dim(), trained) for trained in layers]
         return tensor * torch.cat(flags)
 
-    def _update_metrics(
-        self,
-        found: tuple[torch.Tensor, torch.Tensor],
-        recorded: Tensors,
-        flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        spikes: torch.Tensor | None,
-    ) -> None:
-        """Add this step to the metrics.
-
-        Args:
-            found: this step's loss and gradient norm.
-            flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
-                token was scored.
-            spikes: the new state of the spike watch.
-        """
-        (loss, norm), (good, fresh, step, scored) = found, flags
-        layout, zero, dropped = self.layout, torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
-        added = {"loss": loss, "grad_norm": norm, "dropped_fraction": zero - 1 if dropped is None else dropped}
-        added = {**recorded, **added, "steps": zero + 1, "bad_step": zero}
-        before, unscored = (self.metrics[layout.slots[name]] for name in ("gathered", "unscored_steps"))
-        sums = torch.where(fresh > 0, torch.zeros_like(before), before)
-        new = torch.stack([added.get(name, zero) for name in layout.names])
-        if self.routing.experts:
-            new = torch.cat([new, self.routing.shares(recorded)])
-        new = torch.where(scored, new, torch.zeros_like(new)) + sums
-        bad_step = layout.number(self.metrics, "bad_step")
-        replaced = {
-            "grad_norm": torch.where(scored, norm, layout.number(before, "grad_norm")),
-            "bad_step": torch.where(good | (bad_step != 0), bad_step, step),
-            "unscored_steps": torch.where(scored, unscored, unscored + 1),
-            **({} if spikes is None else {"spikes": spikes}),
-        }
-        self.metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
-
-    def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
+    def loss_and_gradients(self, batch: Tensors, random_keys: Tensor) -> tuple[Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as parameters (none outside the loss), metrics of [rows, micro-batches, ...]."""
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
@@ -244,7 +224,7 @@ class TrainStep:
         def zero_partials() -> Tensors:
             return {k: partial.zeros(self.parameters[partial.parameter]) for k, partial in partials.items()}
 
-        def body(carry: Any, micro_batch: Tensors, random_key: torch.Tensor) -> tuple[Any, Any]:
+        def body(carry: Any, micro_batch: Tensors, random_key: Tensor) -> tuple[Any, Any]:
             loss_sum, tokens, sums, parameters = carry
             leaves = parameters | zero_partials()
             loss, gradients, recorded = self._micro_batch(leaves, micro_batch, tokens, random_key)
@@ -268,26 +248,24 @@ class TrainStep:
         return loss, gradients, totals(recorded)
 
     def _fold_micro_batches(
-        self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: torch.Tensor
+        self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: Tensor
     ) -> tuple[Any, Any]:
-        """``body(carry, micro-batch, random key) -> (carry, y)`` over the micro-batches; the ``y`` are stacked.
+        """``body(carry, micro-batch, random key) -> (carry, y)`` over the micro-batches; the ``y`` are stacked."""
 
-        The loop is given keys only if the model draws, which its first trace tells.
-        """
-
-        def run(keys: list[torch.Tensor]) -> tuple[Any, Any]:
-            def step(carry: Any, x: tuple[Tensors, list[torch.Tensor]]) -> tuple[Any, Any]:
+        def run(keys: list[Tensor]) -> tuple[Any, Any]:
+            def step(carry: Any, x: tuple[Tensors, list[Tensor]]) -> tuple[Any, Any]:
                 micro_batch, own = x
                 return body(carry, micro_batch, own[0] if own else torch.zeros_like(random_keys[0]))
 
             return run_turns(step, carry, ({k: t.transpose(0, 1) for k, t in batch.items()}, keys))
 
+        # the loop is given keys only if the model draws, which its first trace tells
         result = run([random_keys] if (known := self.loss.draws) else [])
         return run([random_keys]) if self.loss.draws and not known else result
 
     def _micro_batch(
-        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, random_key: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors, Tensors]:
+        self, parameters: Tensors, batch: Tensors, tokens: Tensor, random_key: Tensor
+    ) -> tuple[Tensor, Tensors, Tensors]:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_(self._learns(k)) for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
@@ -303,7 +281,7 @@ class TrainStep:
         }
         return loss.detach(), gradients, recorded
 
-    def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _constrain_gradient(self, name: str, gradient: Tensor) -> Tensor:
         return sharding.constrain(gradient, self.mesh, self.specs[name])
 
 
@@ -311,11 +289,8 @@ def step_name(length: int, lengths: Sequence[int]) -> str:
     return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
 
 
-def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """[rows*count, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split.
-
-    Neighbouring rows go to different micro-batches, so that a process's share of the global batch has rows of each.
-    """
+def _by_micro_batch(tensor: Tensor, count: int) -> Tensor:
+    """[rows*count, ...] -> [rows, count, ...], so that each process's share of the rows has some of each."""
     return tensor.reshape(-1, count, *tensor.shape[1:]) if tensor.dim() else tensor
 
 
@@ -328,24 +303,20 @@ def let_go(model: nn.Module, step: TrainStep) -> None:
     step.moments.clear()
 
 
-def _with_zeros(job: Job, restored: Source) -> Source:
-    """``restored``, with zeros for missing optimizer state: parameters outside the loss when saved had none."""
-
-    def source(name: str) -> Array:
-        parameter, _, moment = name.partition(" ")
-        members, layers = job.stored.members(parameter) if moment else [], []
+def _restored_or_zeros(job: Job, restored: Source, name: str) -> Array:
+    """The restored tensor, or zeros for missing optimizer state: parameters outside the loss when saved had none."""
+    parameter, _, moment = name.partition(" ")
+    members, layers = job.stored.members(parameter) if moment else [], []
+    try:
+        return restored(name)
+    except KeyError:
+        if not members:
+            raise
+    (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
+    for member in members:
         try:
-            return restored(name)
+            layers.append(restored(f"{member} {moment}"))
         except KeyError:
-            if not members:
-                raise
-        (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
-        for member in members:
-            try:
-                layers.append(restored(f"{member} {moment}"))
-            except KeyError:
-                shape = kept.shape if members == [parameter] else kept.shape[1:]
-                layers.append(torch.zeros(()).expand(shape))
-        return layers[0] if members == [parameter] else Stack(layers)
-
-    return source
+            shape = kept.shape if members == [parameter] else kept.shape[1:]
+            layers.append(torch.zeros(()).expand(shape))
+    return layers[0] if members == [parameter] else Stack(layers)

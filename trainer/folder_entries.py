@@ -1,0 +1,25 @@
+"""The entries that lie in a folder, a file each: the optimizers, the objectives.
+
+A command line's choices and help are made of them, before torch is imported: they name its ``Tensor`` from here.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = object
+
+
+def folder_entries(package: str, path: Iterable[str]) -> dict[str, Any]:
+    """File name → the class with a title that the file defines; a file without one is a helper."""
+    found = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(path)):
+        module = importlib.import_module(f"{package}.{name}")
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and "title" in vars(kind):
+                found[name] = kind
+    return found
