@@ -49,14 +49,14 @@ def gradient_reductions(hlo: str) -> dict[str, int]:
 def measure(folder: Path) -> dict[str, dict[str, object]]:
     """Gradients and compiled program of every case; the process must dump its HLO to ``folder``."""
     from shardwright.xla.runtime import init_runtime
-    from tests.support.cases import ROWS, make_case, relative
+    from tests.support.cases import make_case, relative
 
     init_runtime()
     results: dict[str, dict[str, object]] = {}
     for name, (recipe, count, compute) in CASES.items():
         case = make_case(recipe, accumulation=count, router_loss=False, **compute)
-        tokens = torch.randint(0, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-        labels = tokens.masked_fill(torch.arange(LENGTH) < torch.arange(ROWS).unsqueeze(1) // 3, -100)
+        tokens = torch.randint(0, 256, (32, LENGTH), generator=torch.Generator().manual_seed(0))
+        labels = tokens.masked_fill(torch.arange(LENGTH) < torch.arange(32).unsqueeze(1) // 3, -100)
         batch = {"input_ids": tokens, "labels": labels}
         _, gradients = case.gradients(batch)
         hlo = max(folder.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()

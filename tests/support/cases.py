@@ -26,7 +26,7 @@ from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
-ROWS, LENGTH = 32, 16
+ROWS, LENGTH = 16, 16
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
 RECIPES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("[!_]*.py")))
 # Where layers differ, more of them, for each kind to come twice, though fewer at a time than the models have; and
@@ -145,12 +145,12 @@ def randomise(model: PreTrainedModel) -> None:
             parameter.sub_(3)
 
 
-def make_batch(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """ROWS x LENGTH random tokens; some targets are not scored, unevenly over rows."""
+def make_batch(config: PretrainedConfig, seed: int = 0, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """``rows`` x LENGTH random tokens; some targets are not scored, unevenly over rows."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, config.vocab_size, (ROWS, LENGTH), generator=generator)
+    tokens = torch.randint(0, config.vocab_size, (rows, LENGTH), generator=generator)
     labels = tokens.clone()
-    for row in range(ROWS):
+    for row in range(rows):
         labels[row, : row // 2] = -100
     return {"input_ids": tokens, "labels": labels}
 
@@ -171,13 +171,13 @@ def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     )
 
 
-def after_steps(case: Case, steps: int, learning_rate: float = 3e-4, taken: int = 0) -> tuple[float, str]:
-    """Our weights after ``steps`` AdamW steps against `torch.optim.AdamW` and `clip_grad_norm_` on the reference."""
-    train_both(case, steps, learning_rate, taken)
+def after_steps(case: Case, steps: int, **more: Any) -> tuple[float, str]:
+    """Our weights after :func:`train_both` against the reference's."""
+    train_both(case, steps, **more)
     return relative(case.parameters(), dict(case.reference.named_parameters()))
 
 
-def train_both(case: Case, steps: int, learning_rate: float = 3e-4, taken: int = 0) -> None:
+def train_both(case: Case, steps: int, learning_rate: float = 3e-4, taken: int = 0, rows: int = ROWS) -> None:
     """``steps`` AdamW steps of ours, and as many of `torch.optim.AdamW` with `clip_grad_norm_` on the reference.
 
     Of ours the first ``taken`` are taken already.
@@ -191,7 +191,7 @@ def train_both(case: Case, steps: int, learning_rate: float = 3e-4, taken: int =
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate)
     for i in range(steps):
-        batch = make_batch(case.config, seed=i)
+        batch = make_batch(case.config, i, rows)
         if i >= taken:
             case.step(batch, step=i + 1, learning_rate=learning_rate)
         optimizer.zero_grad()
