@@ -63,7 +63,7 @@ def check_equal(found, expected, tolerance=1e-5):
     assert worst < tolerance, f"{name} is off by {worst}"
 
 
-def entered_for_tpu(case):
+def entered_for_tpu(case, batch):
     """The functions that are entered while the case's step is lowered for 8 chips of v5p, in the same dtype."""
     recipe, chip = case.recipe.with_compute("dtype=float32"), CHIPS["v5p"]
     flags = " ".join(f"{name}={value}" for name, value in FLAGS[chip.name].items())
@@ -71,7 +71,7 @@ def entered_for_tpu(case):
         job = job_of(recipe, case.config, sequence_length=LENGTH)
         mesh = AbstractMesh(job.plan.mesh, chip)
         step = TrainStep(place_model(job, mesh, state_dict_weights(job.model.state_dict())))
-        step.trace(make_batch(case.config), step=1, learning_rate=1.0)
+        step.trace(batch, step=1, learning_rate=1.0)
     mesh.placed.clear()  # tensors without data, which a sync of all that is lazy would compute
     del step
     gc.collect()
@@ -82,13 +82,13 @@ def entered_for_tpu(case):
 def test_loss_gradients_and_ten_adamw_steps_equal_the_plain_model_in_the_code_that_a_tpu_runs(recipe):
     with entered() as here:
         case = make_case(recipe)
-        rows = max(4, case.plan.batch_shards)  # few: unoptimised code on two cores takes long for each
+        rows = 2 * case.plan.batch_shards  # few: unoptimised code on two cores takes long for each
         batch = make_batch(case.config, rows=rows)
         found = case.first_step(batch)
     check_equal(found, case.clipped_reference_gradients(batch))
     worst, name = after_steps(case, 10, taken=1, rows=rows)
     assert worst < 1e-4, f"{name} is off by {worst} after 10 steps"
-    for_tpu = entered_for_tpu(case)
+    for_tpu = entered_for_tpu(case, batch)
     assert here.common == for_tpu.common
     assert here.kernels == for_tpu.kernels
 
