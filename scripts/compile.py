@@ -7,8 +7,6 @@ Exit code 0: every graph fits; 3: one does not; 2: one can't be compiled. Takes 
 options of scripts/train.py. Needs libtpu (pip install -e '.[tpu]') and no TPU. Whatever it says of time is an estimate.
 """
 
-from __future__ import annotations
-
 import sys
 
 from shardwright.hosts.output_streams import exit_code

@@ -5,8 +5,6 @@ python scripts/data.py --dataset chats.jsonl --model DIR_OR_HUB_ID --html audit.
 It takes the options of scripts/train.py; those of data, --model, --tokenizer and --recipe count.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

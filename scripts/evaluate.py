@@ -5,8 +5,6 @@ python scripts/evaluate.py --model output/mixtral_ep/checkpoint-150 --recipe mix
 python scripts/evaluate.py --model runs/chat/model --tasks mine --include_path my_tasks --output_path results.json
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-150 --output 
 python scripts/export.py --checkpoint runs/lora/checkpoint-150 --output my-model --merge   # else the adapter alone
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -7,8 +7,6 @@ The first word is the target: xpk, jobset, skypilot, tpu-vm or ray. What follows
 scripts/train.py. Nothing is started without --run. docs/launch.md says what is set, and why.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

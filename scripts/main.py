@@ -3,8 +3,6 @@
 shardwright train --recipe mixtral_ep     the same as `python scripts/train.py --recipe mixtral_ep`; each has --help
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """Train a causal language model by a sharding recipe: python scripts/train.py --recipe mixtral_ep"""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """UserError, the one error that a user is meant to read; exit codes; the commands that messages name."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

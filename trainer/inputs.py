@@ -1,7 +1,5 @@
 """Python objects that a caller gives a run beside its arguments: resolved, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """TrainingLoop: from the first batch to the last checkpoint, with its logs and saves."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """From arguments to a finished run, top to bottom: `scripts/train.py` calls it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

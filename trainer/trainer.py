@@ -1,7 +1,5 @@
 """Trainer: the Python interface, under transformers' names; `scripts/train.py` goes the same way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 They are multiplied by their scales just before use, so a product is that of a rounded weight.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ Shape suffixes: r rank, E experts. A is [r, in] or [E, r, in], and B is [out, r]
 stores its weight.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ indexer's choice of keys, a bias of their own, keys beyond the sequence's. An at
 the layout of the kernel's inputs (:func:`bind`), so models with different layouts can live in one process.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

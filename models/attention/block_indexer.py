@@ -3,8 +3,6 @@
 Shape suffixes: B batch, S queries, T keys (T = S), h the indexer's heads, D their width.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

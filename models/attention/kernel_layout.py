@@ -1,7 +1,5 @@
 """The layout of an attention kernel's inputs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Under a causal mask a row's last tokens have the most work. So a row is cut into
 holds pieces i and 2n-1-i: every device's two pieces see equally many tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,8 +17,6 @@ blocks of queries, C queries in a block, T keys (T = S, unless a mask covers mor
 key, E that of value; b, k, g: B, K and G, or 1 where all share one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D hea
 of value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ tokens, where :func:`_blocks` takes none. In scalar memory, [blocks, blocks], th
 window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ It is a few pointwise operations (silu, clamp, a product of two halves), and eac
 on two rows, into a list of ATen operations, which are replayed with JAX's; an unknown operation is an error.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

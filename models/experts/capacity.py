@@ -8,8 +8,6 @@ Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k e
 pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I are t
 result and of the activation's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Families whose experts need an adaptation, one line each, by the name of transformers' class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

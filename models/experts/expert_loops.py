@@ -6,8 +6,6 @@ one that does goes under the experts interface (:mod:`shardwright.models.experts
 Shape suffixes: T tokens, k experts a token, R = T·k rows, H hidden width, F experts' width, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

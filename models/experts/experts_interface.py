@@ -4,8 +4,6 @@ They are registered once, at import, and serve every model under that interface 
 module holds its kernel (:func:`bind`), so models with different layouts can live in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ groups' rows plus at most one tile a group. The products are a device's own (`sh
 Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwright.models.ops.device_kernels import kernels

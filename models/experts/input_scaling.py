@@ -6,8 +6,6 @@ expert gets only its own tokens, by any of this package's kernels, and the numbe
 Shape suffixes: T tokens, H hidden width, k experts a token, E experts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The two projections of an experts module, for each way that families store them, and their plain use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Structural comparison of modules: layers that compare equal compute the same from the same inputs."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import types

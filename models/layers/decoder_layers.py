@@ -6,8 +6,6 @@ layers of a run are one, with parameters stacked along a new dimension 0. Its na
 decoder still gets one callable for each layer (:mod:`shardwright.models.layers.layer_run`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

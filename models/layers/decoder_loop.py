@@ -1,7 +1,5 @@
 """The inputs and outputs of a decoder's layers, recorded by running the decoder once on meta."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import defaultdict

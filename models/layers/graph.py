@@ -1,7 +1,5 @@
 """A function of tensors, traced once by AOTAutograd into a forward and a backward graph."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

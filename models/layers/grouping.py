@@ -5,8 +5,6 @@ float that differs between them may become data; a differing integer (most often
 the layer never reads it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ One may be a mapping of keys and values that a layer stores for later layers, wh
 is registered here as a pytree, so that its entries count as tensors of a layer's arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

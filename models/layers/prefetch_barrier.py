@@ -3,8 +3,6 @@
 Else a TPU's compiler may gather those of many layers at once where a layer computes little, as in decoding a token.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Remat policies: partitioners that split AOTAutograd's joint graph of a layer into forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ A turn runs the graphs of the period's layers (:mod:`shardwright.models.layers.g
 backward runs their backward graphs in reverse. So remat works a layer at a time, whatever the period.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

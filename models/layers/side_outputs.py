@@ -8,8 +8,6 @@ and :func:`replay` appends them outside.
 A layer also has one input besides its arguments: the mask of padding (:func:`real_tokens`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar

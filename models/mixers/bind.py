@@ -6,8 +6,6 @@ transformers' mixers call functions of their modeling file (transformers 5.23: e
 functions.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType

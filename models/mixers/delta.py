@@ -8,8 +8,6 @@ Shape suffixes: B rows, T tokens, C tokens of a chunk, N chunks of a segment, G 
 keys, R heads of a group, K and V widths of keys and values.
 """
 
-from __future__ import annotations
-
 import functools
 
 from shardwright.models.mixers import sums

@@ -6,8 +6,6 @@ the tokens of a segment in a tree (`jax.lax.associative_scan`), and segments one
 Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers of a channel's state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwright.models.mixers.segments import over_segments

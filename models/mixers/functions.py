@@ -4,8 +4,6 @@ Each supports a training step's arguments. A state from before the row, the stat
 documents are refused: those are for generation, and for kernels that keep documents separate.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

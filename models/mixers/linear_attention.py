@@ -7,8 +7,6 @@ Shape suffixes: B rows, T tokens, S tokens of a segment, H heads, G groups of he
 of a group, N width of keys (the state's size), P width of values.
 """
 
-from __future__ import annotations
-
 from shardwright.models.mixers import sums
 from shardwright.models.mixers.segments import over_segments
 from shardwright.models.ops.jax_call import Array, jnp

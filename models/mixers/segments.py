@@ -4,8 +4,6 @@ The backward runs the forward again, segment by segment: only the inputs are sav
 recurrence costs memory in proportion to the tokens, with or without remat.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Differences of one running sum would lose precision: behind a decay of −700 a 
 float32, nor has its gradient.
 """
 
-from __future__ import annotations
-
 from shardwright.models.ops.jax_call import Array, jnp
 
 LEAF = 8  # tokens; smaller blocks would fill a TPU worse than they save work

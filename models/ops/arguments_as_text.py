@@ -3,8 +3,6 @@
 Any other value is passed as text and read back inside. Equal values have equal texts in every process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Splitting a mesh axis into shorter rings, and a reduce-scatter that overlaps with compute."""
 
-from __future__ import annotations
-
 import math
 
 from shardwright.models.ops.jax_call import Array, Axes, jnp, lax

@@ -4,8 +4,6 @@ All callers run alike, so a check on virtual devices, which get :mod:`shardwrigh
 code that a TPU runs with :mod:`shardwright.models.ops.tpu_kernels`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fusion barrier: a tensor that the compiler computes on its own, in the dimension order that the code gives."""
 
-from __future__ import annotations
-
 import torch
 import torch_xla.core.xla_model as xm
 from torch import Tensor

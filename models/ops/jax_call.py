@@ -6,8 +6,6 @@ torch_xla's pin) and lowers for the *target*: the devices of this process, or a 
 it must be configured first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

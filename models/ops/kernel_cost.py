@@ -4,8 +4,6 @@ FLOPs count all that is computed: in attention every block that the mask does no
 row. Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # for a block of queries and keys: the number of products over the query's width, and over the value's width

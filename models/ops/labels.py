@@ -3,8 +3,6 @@
 Shape legend: B rows, S tokens in a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ They take tensors, numbers and text; any other value is passed as text
 (:mod:`shardwright.models.ops.arguments_as_text`). A *kernel* takes a list of tensors and one text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_
 gradient; from any other it goes to the parameter, and is summed over devices at once. The two add up to the gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shape suffixes: B batch, K key heads, G query heads to a key head, S sequence, N
 of query and key, E that of value; of grouped products those of `shardwright.models.experts.grouped_matmul`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

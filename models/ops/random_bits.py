@@ -10,8 +10,6 @@ are operations, so AOTAutograd saves the key, never a mask. On XLA they are JAX 
 same numbers with the same code.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any

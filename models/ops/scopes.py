@@ -6,8 +6,6 @@ backward: that of the forward operation whose gradient they compute); :func:`sco
 scopes. XLA keeps the names only if ``XLA_HLO_DEBUG=1`` was set before torch_xla was imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

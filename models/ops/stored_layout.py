@@ -4,8 +4,6 @@ The TPU compiler gives a loop's inputs the layout that the loop's products like 
 all layers are copied before the loop, and both copies live as long as it runs. Here each layer is laid out by itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

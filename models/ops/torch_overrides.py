@@ -5,8 +5,6 @@ indices of the whole batch on every device. `torch.polar` would fall back to the
 XLA: torch_xla 2.9 replaces it below autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

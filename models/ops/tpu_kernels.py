@@ -5,8 +5,6 @@ run the forward a second time to differentiate, and is slow to make its lists of
 (:mod:`shardwright.models.attention.splash_masks`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

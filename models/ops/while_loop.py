@@ -4,8 +4,6 @@ It is torch_xla's `scan` without autograd, with a cache of lowered loops: a step
 nor lowers its body.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

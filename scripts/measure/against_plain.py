@@ -1,7 +1,5 @@
 """One family's step against the plain model: loss and every gradient."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

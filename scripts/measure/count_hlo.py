@@ -12,8 +12,6 @@ number in the text is its position in it. Model FLOPs are those of the model of 
 them, whatever the program computes.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -5,8 +5,6 @@ python scripts/measure/depth.py depth      2, 8 and 32 layers
 Each measurement is a process of its own. docs/numbers.md has the table as it was on one machine.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

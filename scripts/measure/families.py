@@ -10,8 +10,6 @@ process of its own, with a limit of time and memory. Results are kept in a file,
 version of the code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -10,8 +10,6 @@ that folder. Engines that take machines away give 30 s (GKE's default for a pod,
 and a spot TPU's notice); of several hosts each writes its own part at the same time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -10,8 +10,6 @@ gcloud parses the commands. Ray runs two workers a slice on a cluster here, and 
 the Dockerfile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -8,8 +8,6 @@ Nothing is collected by hand: what only the garbage collector frees is counted u
 memory or tensors still grow: by more than 2 % from the median of the second fifth of the steps to that of the last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -7,8 +7,6 @@ Each has 20,000 samples, in rows of 2048 tokens. Both pack in groups: ours of 40
 `Dataset.map` hands it. Full: tokens / (rows x 2048).
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -3,8 +3,6 @@
 It runs in a Python that has Ray: prints the address of its job server, and ends when its input does.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -8,8 +8,6 @@ step's tokens take at that rate. A last line sets the compiler's cycles for one 
 beside its published time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NamedTuple

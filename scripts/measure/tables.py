@@ -1,7 +1,5 @@
 """Tables measured on this machine: a command line, and a process of its own for each measurement."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ after the prefix and two periods. :data:`BY_HAND` has the values that rules can'
 that are swept under another name or do not train on the next token.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

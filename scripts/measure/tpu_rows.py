@@ -3,8 +3,6 @@
 ``@FILE,KEY=VALUE,…`` is a file of docs/configs with those entries changed; ``@prompts`` is a file of 16 prompts.
 """
 
-from __future__ import annotations
-
 
 def step(recipe: str, model: str, topology: str, batch: int, *more: str, length: int = 4096) -> str:
     """The options that compile a step of ``model``, a file of docs/configs: ``NAME``, or ``NAME,KEY=VALUE,…``."""

@@ -8,8 +8,6 @@ python scripts/measure/tpu_tables.py               all tables: hours, but for wh
 Nothing in them has run on a TPU. Cycles are the compiler's estimate, without those of kernels (Pallas).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ own packing needs attention of variable length, which the CPU has not. Unpacked 
 of 32, 64 or 128 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

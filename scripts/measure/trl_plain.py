@@ -6,8 +6,6 @@ python scripts/measure/trl_plain.py train FOLDER    FOLDER/batches.json through 
 `trl_parity.py` calls it. FOLDER/case.json says what is trained, and how.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Options of training a LoRA adapter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwright.arguments.option_values import Checked, option

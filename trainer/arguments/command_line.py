@@ -3,8 +3,6 @@
 By default argparse accepts any unambiguous beginning of an option: ``--learning_rat 1`` would train.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

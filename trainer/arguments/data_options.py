@@ -1,7 +1,5 @@
 """Options of a run's data."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of the objective, and of the numbers that some objectives have (:mod:`shardwright.objectives`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING
 

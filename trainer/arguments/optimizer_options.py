@@ -1,7 +1,5 @@
 """Options of the optimizer and its numbers."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import Field, dataclass, fields
 from typing import Any

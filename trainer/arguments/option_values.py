@@ -1,7 +1,5 @@
 """Option fields: their kinds of values, and checks that refuse an invalid value by the option's name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import field, fields

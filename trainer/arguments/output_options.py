@@ -1,7 +1,5 @@
 """Options of a run's evaluations, logs, checkpoints, sample answers and recovery from failures."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

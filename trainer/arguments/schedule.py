@@ -1,7 +1,5 @@
 """The learning rate of each step, by transformers' schedulers, on the host."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

@@ -3,8 +3,6 @@
 It is arithmetic on the arguments and the checkpoint, so every host comes to the same.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Its JSON files are checked when it is opened, before hours of work.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import random

@@ -7,8 +7,6 @@ before its checkpoint is whole, and one that never became whole counts for nothi
 checkpoint that an earlier life staged elsewhere is not the live run's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ A folder without a manifest was left by a save that was killed. An object store 
 published in one piece there; the manifest marks a whole one in a store as on disk.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The folder that a run fills: found first, refused if it is taken, and claimed once nothing else can be refused."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ A checkpoint is opened in two parts: its small files (names, shapes and all that
 once, and its tensor files, nearly all of its bytes, only after the caller has accepted the small files.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -4,8 +4,6 @@ It is a resume in the same process: devices stay open, and the step is not compi
 batches or in the state that met them; without them, the same weights go another way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwright.checkpoint.read import RunCheckpoint

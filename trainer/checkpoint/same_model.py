@@ -1,7 +1,5 @@
 """The test that two configs are of one model: weights of equal names and shapes may still belong to another."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator, Mapping

@@ -9,8 +9,6 @@ the host's files of the checkpoint, `staged.json` (for which output folder, and 
 manifest, the same on every host, which is written once all hosts' files are there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

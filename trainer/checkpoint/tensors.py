@@ -9,8 +9,6 @@ them. Its writer is not used: it makes each file in memory before it writes it, 
 process it keeps the last alone.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

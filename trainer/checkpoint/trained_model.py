@@ -1,7 +1,5 @@
 """TrainedModel: the model on the devices, saved, written out, or given other weights."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

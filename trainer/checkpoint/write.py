@@ -6,8 +6,6 @@ the manifest (`shardwright.checkpoint.manifest`) is written last. If a write fai
 folder; if that fails it is tried again, and the run stops only where two checkpoints wait for it already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import tempfile

@@ -1,7 +1,5 @@
 """The options of `scripts/compile.py` beside the training options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwright.arguments.option_values import check_values, option

@@ -5,8 +5,6 @@ folder of files that it leaves is kept in the cache, under a key of all its inpu
 time, so it is never older than the code.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib.metadata

@@ -5,8 +5,6 @@ leaves there ``result.json`` (memory sizes in bytes and CPU seconds, or the comp
 ``buffers.txt.gz`` (the allocations, and the buffers in HBM at its peak). It ends when the process PARENT does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gzip
 import json

@@ -1,7 +1,5 @@
 """A lowered graph of a run: HLO before the compiler partitions it, with a description of each argument."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwright.step.auto_remat import LayerValue

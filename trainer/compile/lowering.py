@@ -4,8 +4,6 @@ The code is the run's own (:mod:`shardwright.step.build`, :mod:`shardwright.weig
 but no data, so a model of any size is lowered in seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

@@ -1,7 +1,5 @@
 """The audit: makes samples of all records with a run's own code, and names those that would train wrongly. Pure CPU."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter

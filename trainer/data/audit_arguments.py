@@ -1,7 +1,5 @@
 """The audit's own options, beside those of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

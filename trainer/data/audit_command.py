@@ -1,7 +1,5 @@
 """The command behind `scripts/data.py`: audits the data that a run's options name, and shows the findings."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

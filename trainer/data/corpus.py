@@ -6,8 +6,6 @@ the tokenizer) are cached under a key of all that they depend on.
 Shape legend: S tokens in a row (``sequence_length``).
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections import Counter

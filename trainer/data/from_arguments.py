@@ -1,7 +1,5 @@
 """A run's options → its tokenizer, the tokens that end a generation, and :class:`DataOptions`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

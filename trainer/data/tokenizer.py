@@ -1,7 +1,5 @@
 """The tokenizer: opened by its name or trained on the documents, and checked before any data is read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss of a unigram model of the training tokens on the held-out rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwright.data.rows.batches import as_batch

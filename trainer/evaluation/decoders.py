@@ -5,8 +5,6 @@
 Shape suffixes: R rows, P tokens of a prompt, L tokens of a row, prompt and answer.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence

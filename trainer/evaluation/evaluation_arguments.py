@@ -1,7 +1,5 @@
 """The options of `scripts/evaluate.py`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from shardwright.arguments.adapter_options import BASE_DTYPES

@@ -1,7 +1,5 @@
 """Measuring a model by tasks, for `scripts/evaluate.py`: from options to a table and a file of results."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generator: texts continued by the model on its mesh, in fixed shapes: two graphs with a cache, one without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Evaluations of a run: the held-out rows set by set, in batches of one shape, and what is told of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 

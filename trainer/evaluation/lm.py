@@ -1,7 +1,5 @@
 """LM: a model on its mesh as lm-evaluation-harness takes one; rows of a few fixed lengths, a graph for each."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The model that `--model` names, opened: its job, its weights on the mesh and its tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

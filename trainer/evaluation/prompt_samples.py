@@ -1,7 +1,5 @@
 """The answers to ``--sample_prompts`` at each evaluation, which show how the model changes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 A resumed run has trained weights, so it reads the values that its first life wrote.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ScoreStep: how likely each row's targets are, and whether greedy decoding gives them; one graph for each shape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

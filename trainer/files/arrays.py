@@ -1,7 +1,5 @@
 """Arrays: values that are read a slice at a time, wherever they lie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar

@@ -1,7 +1,5 @@
 """The cache of results that are slow to make: tokenizers, packed rows, compiled steps."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

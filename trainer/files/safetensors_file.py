@@ -4,8 +4,6 @@
 follows, padded with spaces; then the tensors, little endian, row-major, with no gap between them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ A reader that ends (``| head -1``), a full disk behind a redirected log, a close
 hours of training. A closed terminal also sends SIGHUP, which is ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

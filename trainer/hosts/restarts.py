@@ -7,8 +7,6 @@ launcher would start it, with nothing of the old one left, and costs imports, re
 The child speaks by a file, the notes, which a kill leaves behind.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

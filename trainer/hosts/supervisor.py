@@ -6,8 +6,6 @@ its child, which opens the devices and so knows the hosts of the job. It never i
 store) on several hosts alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

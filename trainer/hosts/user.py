@@ -1,7 +1,5 @@
 """A name and a home for a process whose user number the system does not know, as containers run them."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import tempfile

@@ -1,7 +1,5 @@
 """The versions of everything that a run's numbers depend on: packages, and Shardwright's own code."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 from pathlib import Path

@@ -5,8 +5,6 @@ can't interrupt a wait inside the runtime, so it prints its knowledge and ends t
 start it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """Each engine's rule for restarting a run after its exit code. tests/launch/test_exits.py has the codes' meanings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwright.errors import INTERRUPTED, LOST, PREEMPTED

@@ -1,7 +1,5 @@
 """A JobSet for GKE: a Job a slice, a pod a host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwright.launch.exits import FINAL

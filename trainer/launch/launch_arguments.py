@@ -1,7 +1,5 @@
 """The options of `scripts/launch.py` before the `--`: where and how to start a run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

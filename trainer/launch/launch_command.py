@@ -1,7 +1,5 @@
 """The launch command: shows and writes a launch plan, and runs it under ``--run``."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A launch plan: files, and commands to run in their folder."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path

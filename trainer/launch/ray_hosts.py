@@ -5,8 +5,6 @@ python -m shardwright.launch.ray_hosts --topology v5p:2x2x4 -- python scripts/tr
 It is the driver of the job that `scripts/launch.py ray` submits. Its exit code is the run's.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Ray: a job on a cluster with TPU hosts that starts a worker on each."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A launch request: where a run takes place, and its options, checked as far as possible without devices."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import posixpath

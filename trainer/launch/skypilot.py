@@ -1,7 +1,5 @@
 """SkyPilot: a managed job, restarted on other TPUs when its own are taken back."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TPU slices: their names at clouds and schedulers, their chips and hosts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The launch targets, and the request for one from its options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 

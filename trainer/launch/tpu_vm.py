@@ -1,7 +1,5 @@
 """TPU VMs by gcloud: a queued resource, and a loop on each host that restarts the run."""
 
-from __future__ import annotations
-
 import shlex
 from string import Template
 

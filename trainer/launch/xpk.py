@@ -1,7 +1,5 @@
 """xpk, which makes a JobSet of its own."""
 
-from __future__ import annotations
-
 import shlex
 
 from shardwright.launch.exits import XPK_TOO

@@ -1,7 +1,5 @@
 """The plan of a model under adapters: LoRA factors, each laid out by the line of its weight, and weights in int8."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import replace

@@ -5,8 +5,6 @@ plan of the model (``tp_plan``) tells the two apart; where it is silent, the fir
 second writes it. Experts are recognised by transformers' interface to them and by the model's ``ep_plan``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Loads a recipe by its name or its file's path: runs the file, and takes its variable ``recipe``."""
 
-from __future__ import annotations
-
 import ast
 import importlib.resources
 import os

@@ -1,7 +1,5 @@
 """Partition specs, torch_xla's form of a layout: dimension → axes instead of axis → dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from shardwright.errors import UserError

@@ -1,7 +1,5 @@
 """Merges names into patterns as a person would write them: ``[qkv]_proj``, ``*_layernorm``."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations

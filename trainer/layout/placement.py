@@ -4,8 +4,6 @@
 and Recipe can be imported without torch, which takes seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING, Any
 

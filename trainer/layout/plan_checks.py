@@ -1,7 +1,5 @@
 """Checks between a recipe, a model's shapes and a mesh; each raises UserError."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

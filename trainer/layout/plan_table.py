@@ -1,7 +1,5 @@
 """A plan as the rows of a table, and printed."""
 
-from __future__ import annotations
-
 import os
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Writes a recipe as the source of a file, as a person would, in the format of `ruff format`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The role of each parameter in its model: the dimensions that may be cut, and why."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 In the place of a layer's number is a slice in Python's notation, or ``*`` for all layers of the list.
 """
 
-from __future__ import annotations
-
 import re
 
 _STACK = re.compile(r"(?<=\.)(?:\*|(\d{1,4}):(\d{1,4})(?::([1-9]\d{0,3}))?)(?=\.)")

@@ -1,7 +1,5 @@
 """The model that runs: a copy of transformers' own, its kernels chosen and its layers stacked."""
 
-from __future__ import annotations
-
 import copy
 from typing import Literal
 

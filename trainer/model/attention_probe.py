@@ -5,8 +5,6 @@ A model isolates documents if all that mixes tokens (attention, convolutions, re
 another one. A causal model's logits do not depend on later tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

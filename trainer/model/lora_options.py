@@ -3,8 +3,6 @@
 Adapters, also those in checkpoints, are described by PEFT's `adapter_config.json` (peft 0.21.2).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

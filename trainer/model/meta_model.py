@@ -1,7 +1,5 @@
 """The model as transformers describes it: its config, and its module on meta, without memory."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Checks that a model can be trained as asked: each refuses options that would change its numbers or mean nothing."""
 
-from __future__ import annotations
-
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.mesh import SEQUENCE

@@ -4,8 +4,6 @@ Such are biases that only choose experts, indexers that run without gradients, a
 torch's optimizers, the step leaves a parameter without a gradient as it is, unlike one whose gradient is zero.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

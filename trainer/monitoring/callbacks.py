@@ -3,8 +3,6 @@
 Observers (``--report_to``, ``--profile_steps``) can't end a run that has begun.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run's log, and the speed of its steps."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

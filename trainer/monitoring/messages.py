@@ -1,7 +1,5 @@
 """Messages and errors of a run that ends before its last step, or can't begin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from transformers import TrainerState

@@ -1,7 +1,5 @@
 """A run's page, rewritten as it goes, and its pictures at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

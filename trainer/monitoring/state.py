@@ -1,7 +1,5 @@
 """A run's state, in transformers' own class: its start, and its record of evaluations."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """DPO (arXiv:2305.18290)."""
 
-from __future__ import annotations
-
 from shardwright.objectives.objective import Tensor
 from shardwright.objectives.pairs import PairObjective, log_sigmoid
 

@@ -1,7 +1,5 @@
 """IPO (arXiv:2310.12036), per token, as its authors run it."""
 
-from __future__ import annotations
-
 from shardwright.objectives.objective import Tensor
 from shardwright.objectives.pairs import PairObjective
 

@@ -3,8 +3,6 @@
 Shape legend: B rows, S tokens in a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

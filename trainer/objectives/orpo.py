@@ -1,7 +1,5 @@
 """ORPO (arXiv:2403.07691); its first term is, as in its authors' code, on the chosen answer's prompt too."""
 
-from __future__ import annotations
-
 from shardwright.objectives.objective import Tensor
 from shardwright.objectives.pairs import PairObjective, log_sigmoid
 

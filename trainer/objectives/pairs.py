@@ -6,8 +6,6 @@ the rejected one 2k; so in a row's values [..., 2P] the even places are the chos
 Shape legend: B rows, S tokens in a row, V vocabulary, P pairs in a row at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

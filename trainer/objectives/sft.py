@@ -1,7 +1,5 @@
 """Supervised fine-tuning, and pretraining: the next token of text, or of the answers in samples."""
 
-from __future__ import annotations
-
 from shardwright.objectives.objective import Batch, Objective, RecordShape, Tensor, text_shape
 
 _TURNS = "the assistant's turns"

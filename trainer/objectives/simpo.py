@@ -1,7 +1,5 @@
 """SimPO (arXiv:2405.14734)."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from shardwright.objectives.objective import Number, Tensor

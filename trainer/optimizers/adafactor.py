@@ -1,7 +1,5 @@
 """Adafactor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

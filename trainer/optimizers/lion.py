@@ -1,7 +1,5 @@
 """Lion."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwright.optimizers.optimizer import BELOW_ONE, Optimizer, State, Tensor, Update, number

@@ -7,8 +7,6 @@ outside stacks is never gathered: its iteration runs on shards of the longer dim
 only the Gram matrix of the shorter one, in each turn.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """An audit of data: on the terminal, and as one HTML page that loads nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

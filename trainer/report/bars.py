@@ -1,7 +1,5 @@
 """Progress bars, shown only on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar

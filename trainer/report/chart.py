@@ -4,8 +4,6 @@ Lines are thinned to what a person can see, by keeping the lowest and the highes
 points are real ones, and a spike is never lost.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

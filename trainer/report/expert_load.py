@@ -1,7 +1,5 @@
 """The load of a model's experts, as log entries and as a file."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

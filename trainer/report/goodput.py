@@ -1,7 +1,5 @@
 """Accounts for the seconds of a run over all of its lives, the processes of a killed and resumed run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

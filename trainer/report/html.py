@@ -1,7 +1,5 @@
 """HTML pages, from the templates beside this file: each is one file, loads nothing, and suits dark screens."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain lines on the terminal: rich would take a path such as ``exp[lr=1e-3]`` for markup."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text

@@ -1,7 +1,5 @@
 """Pictures of a run as SVG files: its loss, and the load of its experts."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page of a run: its results so far over all of its lives, rewritten as it goes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A run on the terminal: its live line, its log lines and its closing table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes as text, and back."""
 
-from __future__ import annotations
-
 import math
 import re
 

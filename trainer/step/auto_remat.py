@@ -3,8 +3,6 @@
 The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 A run on this process's devices and a lowering without any (an abstract mesh) go the same way.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """CompileGuard: a step that would compile again stops the run, and the error names what changed."""
 
-from __future__ import annotations
-
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import hosts
 from shardwright.models.ops.partial_gradients import Tensors

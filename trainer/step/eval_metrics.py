@@ -5,8 +5,6 @@ Each is a sum over a device's part that adds up over devices and batches; no log
 Shape legend: B rows, S tokens a row, V tokens that the model knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

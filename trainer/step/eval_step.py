@@ -1,7 +1,5 @@
 """EvalStep: loss, token accuracy and a user's own metrics over held-out batches, in one graph and one transfer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

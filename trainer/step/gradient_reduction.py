@@ -6,8 +6,6 @@ sliced dimensions, and never over all chips of a torus at once. So the unfinishe
 ``shardwright.models.ops.partial_gradients``), and the collectives that finish it are written out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The first trace's HLO text is kept, compressed. Only a step that has compiled ag
 torch_xla's notes of where each operation comes from, which cost time and are off otherwise.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import sysconfig

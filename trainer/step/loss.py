@@ -1,7 +1,5 @@
 """The loss: the model on one micro-batch, its parameters cast and laid out just before use."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -1,7 +1,5 @@
 """A step's updates of the parameters: each one's optimizer and state, and which decay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """PlacedModel: a job's model and its weights on a mesh, from which every step is made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

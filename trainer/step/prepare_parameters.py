@@ -1,7 +1,5 @@
 """Parameters made ready for the forward: their dtypes, layouts and partial gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

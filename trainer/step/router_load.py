@@ -1,7 +1,5 @@
 """The load of each expert in a step, and the update of the router biases that balance it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

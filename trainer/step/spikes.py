@@ -5,8 +5,6 @@ neither, as they would a mean and a standard deviation. The window is a part of 
 host and into checkpoints with these, and every host has the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

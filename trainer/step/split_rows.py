@@ -4,8 +4,6 @@ Rows are reordered inside the graph, around the model's call. Outside, batches a
 ids are small, and every device of a row is given all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """StepMetrics, and the layout of the one tensor on the device that gathers them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

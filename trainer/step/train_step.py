@@ -5,8 +5,6 @@ Nothing in it reads the device: the learning rate and the step's number go in as
 kept, although the host hears of it only at the next logging step.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Pushes a model folder to a repository of the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from huggingface_hub import HfApi

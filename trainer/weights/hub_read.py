@@ -4,8 +4,6 @@ Opening reads and checks the files' headers alone. Reading a slice of a paramete
 transformers' own conversion mapping tells which those are, so checkpoints of older formats load as well.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

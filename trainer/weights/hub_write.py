@@ -4,8 +4,6 @@ transformers' own conversion, run backwards on lazy tensors (`shardwright.weight
 shapes beforehand. So a file's header is written first, and its tensors follow as they are read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A source that reads a running model's weights back from the devices, a parameter at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

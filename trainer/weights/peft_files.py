@@ -7,8 +7,6 @@ parameter: each adapted parameter of a module wraps the module once more, the la
 r: rank, E: experts.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Places a model's weights on the devices, a parameter at a time, from any source; rounded to int8 where planned."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

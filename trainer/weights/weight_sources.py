@@ -1,7 +1,5 @@
 """Sources of a model's weights: a source turns a name into an array."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

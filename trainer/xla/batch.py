@@ -1,7 +1,5 @@
 """Batches on the mesh: the rows of tensors of any rank, split over the batch axes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

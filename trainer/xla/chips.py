@@ -4,8 +4,6 @@ A slice has libtpu's name: ``v5p:4x4x4``, the generation and the chips along eac
 that libtpu 0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -1,7 +1,5 @@
 """torch_xla's mesh from axis names and sizes, over this process's devices or over abstract ones."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ It is jax's own layout. torch_xla's `HybridMesh` is an older copy of it for fewe
 process, takes one slice with an index for several, and misplaces chips whose coordinates do not begin at 0.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Mapping, Sequence

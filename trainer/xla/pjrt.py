@@ -8,8 +8,6 @@ Source: xla/pjrt/c/pjrt_c_api.h, major version 0, in which the table and each st
 structures below are those of 0.71.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

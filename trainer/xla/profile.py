@@ -1,7 +1,5 @@
 """A trace of some of a run's steps, on host and devices, for xprof."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

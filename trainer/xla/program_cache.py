@@ -8,8 +8,6 @@ A file's name is a hash of code, options, devices, and the compiler with its fla
 libtpu (jax/_src/cache_key.py, jax 0.7.1). The hosts of a job share one file a program, and the first writes it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

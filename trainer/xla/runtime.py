@@ -1,7 +1,5 @@
 """The devices of this process: choosing, opening and counting them, and running lazy tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

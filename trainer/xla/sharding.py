@@ -4,8 +4,6 @@ Specs come from `shardwright.layout.partition`: torch_xla's own `convert_to_xla_
 axes on one dimension.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Requests to stop: Ctrl-C, SIGTERM, and on several hosts a stop that all agree on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 The dump's own peak is that of all memories together (VMEM and the host's too), which can be another moment.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from typing import NamedTuple

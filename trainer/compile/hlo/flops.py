@@ -4,8 +4,6 @@ The TPU compiler turns dots into convolutions, batched ones into convolutions wi
 only meets padding, or a hole that dilation makes, does no work and counts nothing.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import lru_cache

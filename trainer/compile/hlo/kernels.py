@@ -6,8 +6,6 @@ one matrix or one a group; and the kernel with one small operand allocates an ar
 sequence has no dimension of its own.
 """
 
-from __future__ import annotations
-
 import math
 
 from shardwright.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits

@@ -6,8 +6,6 @@ s-th chip of a dimension, s groups share its links. Source: https://jax-ml.githu
 of an all-to-all are counted by the bytes that cross the busiest of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Attributes stay text until one is asked for, so a module of 20 MB is read in seconds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

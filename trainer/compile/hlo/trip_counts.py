@@ -1,7 +1,5 @@
 """Trip counts of a compiled module's loops, from condition and body."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from shardwright.compile.hlo.text import Computation, Instruction, Module

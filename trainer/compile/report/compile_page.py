@@ -1,7 +1,5 @@
 """A compile report as one HTML file."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A compile report as tables on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console

@@ -4,8 +4,6 @@ Nothing here was measured by this project. A figure published for one generation
 change each (``--efficiency``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """HBM of a compiled step, from the compiler's statistics, its buffer assignment, or its out-of-memory error."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

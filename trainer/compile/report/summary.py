@@ -1,7 +1,5 @@
 """A compile report in words and rows of text, for terminal and page."""
 
-from __future__ import annotations
-
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
 from shardwright.compile.report.report import CompileReport

@@ -1,7 +1,5 @@
 """The largest batch or share that fits, found in a few compiles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

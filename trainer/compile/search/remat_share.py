@@ -1,7 +1,5 @@
 """`remat="auto"`: the share of the layers' values to keep, found by compiling."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from shardwright.compile.compile_job import CompileJob

@@ -1,7 +1,5 @@
 """The search for a job that fits, or fits more, by compiling its neighbours."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@
 and types; pandas, which it uses for tables, takes a cell "NA" for nothing and digits for a number.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Prefetching: makes an iterator's next item on a thread while the current one is used."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 from collections.abc import Iterator

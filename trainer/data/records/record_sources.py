@@ -1,7 +1,5 @@
 """Sources of records: the standard library, local files, the hub or a caller's; and the choice of their splits."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Opens records, finds their columns and recognises their shape; only the first rows of files are read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

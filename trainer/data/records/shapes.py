@@ -4,8 +4,6 @@ A record of any shape is one string: the text itself for ``text``, otherwise the
 the held-out share, the cache and a stream's cursor, which know documents by their text, need not know shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

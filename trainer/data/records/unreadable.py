@@ -1,7 +1,5 @@
 """The policy for rows and files that can't be read: they stop the run, or are left out, counted and reported."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

@@ -6,8 +6,6 @@ batch size and any number of processes.
 Shape legend: B rows in a batch, S tokens in a row.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ short, and yet short and long samples alternate in training (transformers' ``gro
 Shape legend: S tokens in a row.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ on the same side.
 Shape legend: D documents.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

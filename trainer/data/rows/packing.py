@@ -3,8 +3,6 @@
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ assistant, as a server would to get that turn, and again with the turn. Each mus
 tokens; the turn is the difference of the two.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

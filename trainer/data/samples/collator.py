@@ -3,8 +3,6 @@
 Rows of one shape are packed later, so only the tokens and labels of the collator's batch are used.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

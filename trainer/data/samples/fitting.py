@@ -6,8 +6,6 @@ such as its two answers, are neighbours.
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

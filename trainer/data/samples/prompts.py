@@ -1,7 +1,5 @@
 """Prompts to answer, texts or conversations, read from a file; and their tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

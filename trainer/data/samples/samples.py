@@ -3,8 +3,6 @@
 Shape legend: T tokens of a sample.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The counts of samples and rows, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from shardwright.objectives.objective import RecordShape
