@@ -41,7 +41,7 @@ RUN = """
 import io, json, sys
 from rich.console import Console
 from shardwright import objectives
-from shardwright.folder_entries import folder_entries
+from shardwright.files.folder_entries import folder_entries
 objectives.__path__.append(sys.argv[1])
 objectives.OBJECTIVES |= folder_entries(objectives.__name__, objectives.__path__)
 from shardwright.arguments.training import TrainingArguments

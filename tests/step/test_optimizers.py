@@ -24,7 +24,7 @@ from shardwright.checkpoint.tensors import StoredTensors, open_tensors, write_in
 from shardwright.compile.lowering import lower
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.folder_entries import folder_entries
+from shardwright.files.folder_entries import folder_entries
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan_table import held_by_a_device
@@ -267,7 +267,7 @@ class Momentum(Optimizer):
 WITH_IT = """
 import sys
 from shardwright import optimizers
-from shardwright.folder_entries import folder_entries
+from shardwright.files.folder_entries import folder_entries
 optimizers.__path__.append(sys.argv.pop(1))
 optimizers.OPTIMIZERS.update(folder_entries(optimizers.__name__, optimizers.__path__))
 from shardwright.scripts.train import main

@@ -4,7 +4,7 @@ An entry has its record shapes, their packing into rows, its options, and its lo
 inside its functions: a command line's choices and help are made of the entries.
 """
 
-from shardwright.folder_entries import folder_entries
+from shardwright.files.folder_entries import folder_entries
 from shardwright.objectives.objective import Objective
 
 DEFAULT = "sft"

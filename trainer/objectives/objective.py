@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from shardwright.folder_entries import Tensor
+from shardwright.files.folder_entries import Tensor
 
 Batch = Mapping[str, Tensor]
 

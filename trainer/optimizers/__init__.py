@@ -4,7 +4,7 @@ An entry has a title, its numbers, its state of a parameter and its update rule.
 a command line's choices and help are made of the entries.
 """
 
-from shardwright.folder_entries import folder_entries
+from shardwright.files.folder_entries import folder_entries
 from shardwright.optimizers.optimizer import Optimizer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = folder_entries(__name__, __path__)  # --optim → its entry

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar
 
-from shardwright.folder_entries import Tensor
+from shardwright.files.folder_entries import Tensor
 
 State = tuple[Tensor, ...]
 Axes = tuple[tuple[str, ...], ...]  # for each dimension of a tensor the axes that split it, in mesh order
