@@ -116,7 +116,7 @@ def rate(step: int) -> float:
 def train(case: Case, optimizers: list[Any], steps: int) -> None:
     """``steps`` steps of ours, each at another learning rate, and of the references on the plain model."""
     for step in range(1, steps + 1):
-        batch = make_batch(case.config, seed=step)
+        batch = make_batch(case.config, step, rows=32)
         case.step(batch, step=step, learning_rate=rate(step))
         case.reference.zero_grad()
         reference_loss(case.reference, batch, router_loss=case.recipe.compute.router_loss).backward()
