@@ -1,7 +1,7 @@
 """Measure a model by lm-evaluation-harness's tasks, on its mesh and with no export.
 
 python scripts/evaluate.py --model output/mixtral_ep/model --recipe mixtral_ep --tasks arc_easy,hellaswag --limit 100
-python scripts/evaluate.py --model output/mixtral_ep/checkpoint-150 --recipe mixtral_ep --tasks wikitext
+python scripts/evaluate.py --model output/mixtral_ep/checkpoint-100 --recipe mixtral_ep --tasks wikitext
 python scripts/evaluate.py --model runs/chat/model --tasks mine --include_path my_tasks --output_path results.json
 """
 

@@ -1,7 +1,7 @@
 """Write a training checkpoint's weights in the hub's format; needs no device, and holds one parameter at a time.
 
-python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-150 --output my-model
-python scripts/export.py --checkpoint runs/lora/checkpoint-150 --output my-model --merge   # else the adapter alone
+python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-100 --output my-model
+python scripts/export.py --checkpoint runs/lora/checkpoint-100 --output my-model --merge   # else the adapter alone
 """
 
 import os

@@ -237,8 +237,8 @@ def test_steps_and_epochs_are_as_many_as_in_transformers(epochs, accumulation, m
     assert args.warmup_steps == math.ceil(0.1 * expected)
 
 
-def test_with_neither_steps_nor_epochs_a_run_has_150_steps_and_a_stream_has_no_epochs():
-    assert TrainingArguments().max_steps == 150
+def test_with_neither_steps_nor_epochs_a_run_has_100_steps_and_a_stream_has_no_epochs():
+    assert TrainingArguments().max_steps == 100
     assert TrainingArguments(streaming=True, max_steps=5, num_train_epochs=2).max_steps == 5
     with pytest.raises(UserError, match=r"whose length shows where it ends(.|\n)*--max_steps N"):
         TrainingArguments(streaming=True, num_train_epochs=2)

@@ -19,7 +19,7 @@ from shardwright.arguments.schedule import KINDS, Schedule
 from shardwright.errors import UserError, without_credentials
 from shardwright.objectives.objective import Objective, RecordShape, text_shape
 
-DEFAULT_STEPS = 150  # if neither steps nor epochs are set
+DEFAULT_STEPS = 100  # if neither steps nor epochs are set
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
