@@ -86,9 +86,11 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 # The files that take or wait longest, longest first, so that no process is left with one when the other is done.
 LONGEST = (
-    *("hosts/test_failures.py", "hosts/test_jobs.py", "checkpoint/test_resume.py", "checkpoint/test_kills.py"),
-    *("compile/test_lowering.py", "compile/test_compile.py", "hosts/test_features.py", "hosts/test_compiled.py"),
-    *("hosts/test_restarts.py", "hosts/test_staging.py", "compile/test_graphs.py", "compile/test_tune.py"),
+    *("hosts/test_restarts.py", "hosts/test_failures.py", "hosts/test_jobs.py", "checkpoint/test_resume.py"),
+    *("hosts/test_features.py", "checkpoint/test_kills.py", "step/test_optimizers.py", "compile/test_lowering.py"),
+    *("step/test_split_rows.py", "hosts/test_compiled.py", "test_train.py", "compile/test_graphs.py"),
+    *("test_families.py", "compile/test_compile.py", "test_chat_run.py", "data/test_streaming.py"),
+    *("checkpoint/test_lora_run.py", "hosts/test_supervisor.py", "test_fuzz.py", "hosts/test_staging.py"),
 )
 # Files whose tests share next to nothing: of these, processes take a test at a time.
 SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}
