@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -107,8 +106,15 @@ class Folder:
             if self.remote:
                 found = self._fs.info(self._join(name)) if self.exists(name) else {}
                 return found.get("type") == "file" and not found.get("islink")
-            steps = itertools.accumulate(name.split("/"), os.path.join)
-            return os.path.isfile(self._join(name)) and not any(os.path.islink(self._join(step)) for step in steps)
+            parents = [name[:i] for i, letter in enumerate(name) if letter == "/"]
+            return all(stat.S_ISDIR(self._kind(parent)) for parent in parents) and stat.S_ISREG(self._kind(name))
+
+    def _kind(self, name: str) -> int:
+        """The type of the entry ``name`` on disk, links not followed; 0 without one."""
+        try:
+            return os.lstat(self._join(name)).st_mode
+        except (FileNotFoundError, NotADirectoryError):  # of another error there is no telling: it is raised
+            return 0
 
     def size(self, name: str) -> int:
         """The size of a file in bytes."""

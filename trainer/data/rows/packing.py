@@ -3,6 +3,7 @@
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,7 @@ ISOLATED = ("segment_ids", "position_ids")  # columns of rows that say which doc
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
 
 
-class AnyPacker:
+class AnyPacker(ABC):
     """Documents → rows of S tokens. ``isolate``: they say which document each token belongs to."""
 
     groups = 1  # groups of documents packed in one call
@@ -41,9 +42,9 @@ class AnyPacker:
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
         return as_table(self.rows([text for text in batch["text"] if text]))
 
+    @abstractmethod
     def rows(self, documents: Sequence[str]) -> Columns:
         """The rows that ``documents`` complete, each column [B, S]."""
-        raise NotImplementedError
 
 
 class Packer(AnyPacker):
