@@ -2,26 +2,43 @@
 
 XLA's CPU client runs an instruction as soon as its operands are there, on a thread of its pool, and a collective holds
 its thread until all devices have come. Of those of which none depends on another all can wait at once.
+
+`python -m tests.support.waiting` prints the number of each recipe's step, with a scan over its layers and without.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
 
 from shardwright.compile.hlo.communication import KINDS
 from shardwright.compile.hlo.text import Computation, Module, parse
+from tests.support.quick_compile import QUICK_COMPILE
 
 
-def dump_flags(folder: Path) -> str:
-    """XLA's flags that leave the text of each compiled program in ``folder``."""
-    return f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re="
+def main() -> None:
+    folder = Path(tempfile.mkdtemp())
+    dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=f"{QUICK_COMPILE} {dump}")
+    from shardwright.xla.runtime import init_runtime
+    from tests.support.cases import RECIPES, make_batch, make_case
 
-
-def most_waiting(folder: Path) -> int:
-    """The most of any program that was compiled with :func:`dump_flags`."""
-    texts = [path.read_text() for path in folder.glob("*.cpu_after_optimizations.txt")]
-    modules = [parse(text) for text in texts]
-    return max(_width(module, module.entry) for module in modules)
+    init_runtime()
+    for recipe in track(RECIPES, console=Console(stderr=True)):
+        found = []
+        for compute in ({}, {"scan": False, "remat": "none"}):
+            case = make_case(recipe, **compute)
+            case.step(make_batch(case.config, rows=2 * case.plan.batch_shards), step=1, learning_rate=0.0)
+            case.step.read_metrics()
+            modules = [parse(path.read_text()) for path in folder.glob("*.cpu_after_optimizations.txt")]
+            found.append(max(_width(module, module.entry) for module in modules))
+            for path in folder.iterdir():
+                path.unlink()
+        print(recipe, *found)
 
 
 def _width(module: Module, computation: Computation) -> int:
@@ -33,7 +50,10 @@ def _width(module: Module, computation: Computation) -> int:
     waiting: list[int] = []  # for each collective, those that it depends on
     for instruction in computation.instructions:
         before = 0
-        for name in (*instruction.operands, *(instruction.attribute(r"control-predecessors={([^}]*)}") or "").split(", ")):
+        for name in (
+            *instruction.operands,
+            *(instruction.attribute(r"control-predecessors={([^}]*)}") or "").split(", "),
+        ):
             before |= above.get(name.lstrip("%"), 0)
         if instruction.opcode.removesuffix("-start") in KINDS:
             inside = 1
@@ -64,3 +84,7 @@ def _matched(earlier: list[int]) -> int:
         return False
 
     return sum(takes(number, set()) for number in range(len(earlier)))
+
+
+if __name__ == "__main__":
+    main()
