@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import uuid
@@ -9,7 +10,8 @@ import uuid
 import pytest
 
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError
+from shardwright.files.folder import TEMPORARY, Folder, StorageError
+from tests.support.faults import Faults, faults_of
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
@@ -112,6 +114,50 @@ def test_a_write_that_fails_in_a_store_leaves_the_old_file(store, monkeypatch):
         with pytest.raises(StorageError, match="the network"):
             folder.write("lineage.json", b"new")
     assert folder.read("lineage.json") == b"old"
+
+
+def fill(folder: Folder) -> None:
+    with folder.filling() as aside:
+        aside.write("config.json", b"{}")
+        (aside / "templates").write("tool.jinja", b"")
+        with aside.writing("model.safetensors") as file:
+            file.write(b"weights")
+
+
+def test_a_folder_is_filled_whole_or_stays_as_it_was_whatever_fails(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    folder, faults = Folder(tmp_path / "out"), Faults([str(tmp_path)], monkeypatch)
+    (folder / TEMPORARY).write("config.json", b"left by one that was killed")
+    with faults.watching():
+        fill(folder)
+    assert folder.names() == ["config.json", "model.safetensors", "templates"]
+    operations, failed = faults.operations(), 0
+    for at in operations:
+        for fault in faults_of(at, "ENOSPC"):
+            folder.remove()
+            with contextlib.suppress(StorageError), faults.watching(at, fault):
+                fill(folder)
+            failed += faults.failed
+            assert set(folder.names()) - {TEMPORARY} in (set(), {"config.json", "model.safetensors", "templates"}), at
+            fill(folder) if not folder.exists("config.json") else None
+    with capsys.disabled():
+        print(f"\nfilling a folder: {len(operations)} operations, {failed} faults")
+
+
+def test_a_folder_of_a_store_that_can_t_be_filled_is_empty(store):
+    folder = Folder(f"{store}/out")
+
+    def fail() -> None:
+        with folder.filling() as aside:
+            aside.write("config.json", b"{}")
+            with aside.writing("model.safetensors"):
+                raise OSError("the cable")
+
+    with pytest.raises(StorageError, match="the cable"):
+        fail()
+    assert folder.names() == []
+    fill(folder)
+    assert folder.names() == ["config.json", "model.safetensors", "templates"]
 
 
 def test_a_folder_is_no_file_and_neither_is_what_is_not_there(folder):

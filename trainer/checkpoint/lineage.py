@@ -3,8 +3,8 @@
 The checkpoints of a run are the folders `checkpoint-N` of its output folder, N being the step. When a run goes on from
 an older one, or starts anew beside old ones, the others stay, but are set aside: `latest` does not find them, and they
 are neither counted nor removed. `lineage.json` lists the steps of the live run, oldest first. A step is listed there
-before its checkpoint is whole, and one that never became whole counts for nothing. It also names the run's last life: a
-checkpoint that an earlier life staged elsewhere is not the live run's.
+before its checkpoint is whole, and one that never became whole counts for nothing and is left alone. It also names the
+run's last life: a checkpoint that an earlier life staged elsewhere is not the live run's.
 """
 
 import json

@@ -197,6 +197,35 @@ class Folder:
             self._fs.makedirs(self._path, exist_ok=True)
             self._store.pipe_file(self._join(name), data)  # one request: a stream that breaks off is removed
 
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Folder]:
+        """A folder for files that come into this one, new or empty, when the ``with`` ends; after an error none does.
+
+        On a disk it lies within this one, which may be a mount; what a kill leaves of it is removed the next time. A
+        store has no renaming: there it is this one, which an error empties.
+        """
+        aside = self if self.remote else self / TEMPORARY
+        if not self.remote:
+            aside.remove()
+        moved: list[str] = []
+        try:
+            yield aside
+            with errors("write", self._path):
+                # weights last: with them the folder passes for whole
+                for name in [] if self.remote else sorted(aside.names(), key=lambda n: (".safetensors" in n, n)):
+                    moved.append(name)
+                    os.rename(aside._join(name), self._join(name))
+        except BaseException:
+            for name in moved:
+                with contextlib.suppress(OSError):  # it did not come so far
+                    os.rename(self._join(name), aside._join(name))
+            with contextlib.suppress(StorageError):  # the user must hear of the other error
+                aside.remove()
+            raise
+        if not self.remote:
+            with contextlib.suppress(StorageError):  # empty by now
+                aside.remove()
+
     def move(self, to: Folder) -> None:
         """Gives the folder the path of ``to``, which must not be there; in a store by copies, so not at once."""
         with errors("move", self._path):
@@ -290,10 +319,9 @@ def suppress_damage(*kinds: type[Exception]) -> Iterator[None]:
     """Suppresses a UserError about what is damaged, and ``kinds``; not a StorageError, after which nothing is known."""
     try:
         yield
-    except StorageError:
-        raise
-    except (UserError, *kinds):
-        pass
+    except Exception as error:
+        if isinstance(error, StorageError) or not isinstance(error, (UserError, *kinds)):
+            raise
 
 
 def as_json(value: Any) -> bytes:
