@@ -42,7 +42,7 @@ def main() -> None:
     import transformers
 
     from shardwright.checkpoint.read import RunCheckpoint
-    from shardwright.files.folder import Folder
+    from shardwright.files.folder import TEMPORARY, Folder
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import read_config
     from shardwright.weights.adapter_weights import merge_factors
@@ -56,7 +56,7 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     form = ExportFormat(arguments.key_format, arguments.max_shard_size, dtype)
     output = Folder(arguments.output)
-    if there := output.names():
+    if there := [name for name in output.names() if name != TEMPORARY]:
         raise UserError(
             asked=f"--output {output}",
             found=f"a folder that holds {len(there)} entries",
@@ -81,13 +81,14 @@ def main() -> None:
     if base and has_weights(base) and (facts.is_part or arguments.merge):
         rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
     saved.check_tensors(console)
-    if lora is not None and not arguments.merge:
-        per_expert = (arguments.adapter_format or saved.arguments.get("adapter_format")) == "per_expert"
-        files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
-        save_adapter(output, files, saved, saved.tokenizer, console)
-    else:
-        own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
-        export(output, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
+    with output.filling() as folder:
+        if lora is not None and not arguments.merge:
+            per_expert = (arguments.adapter_format or saved.arguments.get("adapter_format")) == "per_expert"
+            files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
+            save_adapter(folder, files, saved, saved.tokenizer, console)
+        else:
+            own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
+            export(folder, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
     say(console, f"written to {output}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -241,6 +242,17 @@ def test_ctrl_c_in_the_last_evaluation_leaves_the_model_and_no_half_measured_los
     assert [step for step, _ in evaluations(trainer)] == [0]
     assert (tmp_path / "model" / "model.safetensors").exists()
     assert "not measured: interrupted" in said.getvalue()
+
+
+def test_a_run_whose_folder_is_removed_under_way_ends_with_all_that_says_what_it_was(tmp_path):
+    class Removes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 1:
+                shutil.rmtree(tmp_path / "out")
+
+    kept = {"recipe.json", "plan.json", "training_args.json", "trainer_state.json", "lineage.json", "checkpoint-2"}
+    make_trainer(tmp_path / "out", [Removes], max_steps=2).train()
+    assert kept | {"model"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def test_an_error_before_the_first_step_is_raised_as_it_is_and_no_untrained_model_is_written(tmp_path):

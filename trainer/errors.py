@@ -10,6 +10,7 @@ from pathlib import Path
 
 INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; the same command goes on
+TERMINATED = 143  # a shell's code for a program that SIGTERM ended: there was nothing to save
 LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
@@ -36,6 +37,10 @@ class TransientError(UserError):
     """A store, a disk or a host failed, and may soon work again: with ``--max_restarts`` the run begins again."""
 
 
+class Terminated(BaseException):
+    """SIGTERM came where there is nothing to save: the program tidies up and ends, as after Ctrl-C."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` with the nearest of ``known``, to be put before a list; empty where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
@@ -56,8 +61,8 @@ def without_credentials(text: str) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
+    if isinstance(error, KeyboardInterrupt | Terminated):
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else TERMINATED
     return error.code if isinstance(error, UserError) else 1
 
 

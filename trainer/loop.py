@@ -329,8 +329,7 @@ class TrainingLoop:
         self._event("on_save")
 
     def _take_over_the_folder(self) -> None:
-        for name, content in self.job.as_texts().items():
-            self.folder.write(name, as_json(content))
+        self._write_texts()
         if aside := self.checkpoints.begin(self.resume):
             say(self.console, messages.set_aside(aside, self.folder))
         self.watch.update()
@@ -362,11 +361,16 @@ class TrainingLoop:
     def _write_out(self, source: Source | None = None) -> None:
         """Write the state and, unless preempted or stopped before anything was learned, the model; then the page."""
         self.lock.check_held()
+        self._write_texts()  # once more: the folder may have been emptied under way
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.trained.write(self.folder / "model", source)
         self.log.saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
         self.watch.finish()
+
+    def _write_texts(self) -> None:
+        for name, content in self.job.as_texts().items():
+            self.folder.write(name, as_json(content))
 
     def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))

@@ -27,6 +27,7 @@ from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
 from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
+from shardwright.hosts.versions import other_versions
 from shardwright.inputs import RunInputs, TrainerCallbacks
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
@@ -40,6 +41,7 @@ from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
 from shardwright.weights.weight_sources import Source, has_weights
 from shardwright.xla import device_mesh, runtime
+from shardwright.xla.stop_requests import unwinding
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,11 @@ def train(
     loop, console = None, console or Console()
     try:
         noted = [_Noted()] if restarts is not None else []
-        start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
+        with unwinding():
+            start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
-            loop = start.open()
+            with unwinding():
+                loop = start.open()
             while not start.trained(loop):
                 loop = start.open()
     except TransientError as error:
@@ -297,5 +301,6 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
     if (kept := elastic.said(job, resume)) is not None:
         say(console, f"batch:   {kept}")
         left_out += elastic.OPTIONS
-    for other in resume.other_options({name: v for name, v in job.args.as_dict().items() if name not in left_out}):
+    options = {name: value for name, value in job.args.as_dict().items() if name not in left_out}
+    for other in [*other_versions(resume.host.get("versions")), *resume.other_options(options)]:
         say(console, f"         other than in the checkpoint: {other}")

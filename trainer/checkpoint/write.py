@@ -20,11 +20,20 @@ from typing import Any, TypeVar
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from shardwright.checkpoint import manifest, tensors
-from shardwright.checkpoint.lineage import NAME, Lineage, folder_of, line_to, steps_in, whole_steps, write_lineage
+from shardwright.checkpoint.lineage import (
+    NAME,
+    Lineage,
+    folder_of,
+    line_to,
+    noted_steps,
+    steps_in,
+    whole_steps,
+    write_lineage,
+)
 from shardwright.checkpoint.read import RunCheckpoint
-from shardwright.checkpoint.staging import MOST, Files, Staging, copy_files, make_room, publish
+from shardwright.checkpoint.staging import MOST, Files, Staging, copy_files, publish
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError, as_json
+from shardwright.files.folder import Folder, StorageError, as_json, suppress_damage
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
 from shardwright.models.ops.partial_gradients import Tensors
@@ -92,7 +101,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self.staging.leave()
 
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
-        """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
+        """Makes the line that ends in ``resume`` the folder's live one, and moves the remains of killed saves away.
 
         A run that starts anew, or goes on from another folder's checkpoint, begins a line of its own. Returns the steps
         of whole checkpoints that are set aside: no run removes them, but one that comes to its step replaces it.
@@ -106,13 +115,16 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def _begun(self, resume: RunCheckpoint | None) -> Lineage:
         self.check_held()
-        for step in steps_in(self.output):
+        own = resume if resume is not None and resume.folder == folder_of(self.output, resume.step) else None
+        steps = steps_in(self.output)
+        stay = steps  # if the lineage is damaged, all may be the run's
+        with suppress_damage():
+            stay = [step for step in noted_steps(self.output) if own is None or step > own.step]
+        for step in steps:
             folder = folder_of(self.output, step)
-            if not manifest.is_whole(folder):
-                make_room(folder)
-        line: Lineage = {}
-        if resume is not None and resume.folder == folder_of(self.output, resume.step):
-            line = line_to(self.output, resume.step, resume.ancestors)
+            if step not in stay and not manifest.is_whole(folder) and (trash := manifest.make_room(folder)):
+                self.notice(f"checkpoint-{step}, whose save never ended, is {trash} until the next one is whole")
+        line = {} if own is None else line_to(self.output, own.step, own.ancestors)
         write_lineage(self.output, line, self.run)
         return line
 
@@ -193,8 +205,11 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         except LostHost:
             raise
         except UserError as error:
-            steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
-            kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
+            try:
+                steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
+                kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
+            except StorageError as other:
+                kept = f"nor can it be told which one is whole ({other.found})"
             raise StorageError(
                 asked=f"a checkpoint in {self.output}",
                 found=f"{error.asked}: {error.found}",
@@ -262,18 +277,19 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def _put(self, job: Hosts, step: int, fill: Callable[[Folder], Files]) -> Files:
         """Has ``fill`` write the files of a checkpoint into the output folder, and makes it whole."""
         folder = folder_of(self.output, step)
+        job.once(self.check_held)
+        job.once(lambda: manifest.make_room(folder))
         try:
-            job.once(self.check_held)
-            job.once(lambda: make_room(folder))
             files = fill(folder)
             job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
-            if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
-                with contextlib.suppress(UserError):  # the user must hear why the save failed, not this
+            with contextlib.suppress(UserError):  # the user must hear why the save failed, not this
+                if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
                     manifest.remove(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now
         job.once(lambda: manifest.check_written(folder, files))
+        job.once(lambda: manifest.empty_trash(self.output))
         return files
 
     def _note(self, step: int, mark: str) -> None:

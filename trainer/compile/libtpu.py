@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, publish
+from shardwright.files.scratch import scratch_folder
 from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import find_topology
 
@@ -128,8 +128,7 @@ def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarg
     """Runs the compiling process and publishes the files that it leaves as ``folder``, in one piece."""
     shutil.rmtree(folder, ignore_errors=True)  # one without its result
     folder.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".working-") as name:
-        work = Path(name)
+    with scratch_folder(folder.parent, ".working-") as work:
         (work / "step.hlo.pb").write_bytes(lowered.hlo)
         (work / "request.json").write_text(json.dumps(request))
         began = time.monotonic()

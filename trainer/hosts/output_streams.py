@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwright.errors import UserError, exit_code_of
+from shardwright.errors import Terminated, UserError, exit_code_of
 
 
 class _Lasting(io.FileIO):
@@ -93,6 +93,6 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, Terminated) as error:
+        print("interrupted" if isinstance(error, KeyboardInterrupt) else "terminated", file=sys.stderr)
         return exit_code_of(error)

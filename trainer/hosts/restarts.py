@@ -18,12 +18,21 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError, command, without_credentials
+from shardwright.errors import (
+    INTERRUPTED,
+    LOST,
+    PREEMPTED,
+    TERMINATED,
+    TransientError,
+    UserError,
+    command,
+    without_credentials,
+)
 
 NOTES = "SHARDWRIGHT_NOTES"  # in a child's environment: the path of its notes
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-_ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
+_ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, TERMINATED, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
