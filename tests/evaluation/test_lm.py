@@ -157,6 +157,13 @@ def test_a_folder_without_weights_is_refused(here, tmp_path):
         open_model(options(here, model=str(tmp_path)), Console(quiet=True))
 
 
+@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": "some/model", "revision": "refs/pr/2"}], ids=str)
+def test_an_adapter_that_names_no_model_or_one_at_a_revision_is_refused_before_another_is_taken(here, tmp_path, named):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **named}))
+    with pytest.raises(UserError, match=f"revision={named.get('revision')!r}"):
+        open_model(options(here, model=str(tmp_path)), Console(quiet=True))
+
+
 @pytest.mark.slow
 def test_generated_texts_are_those_of_the_harness_own_model(here, ours):
     model = AutoModelForCausalLM.from_pretrained(here / "model")

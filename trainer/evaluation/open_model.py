@@ -87,12 +87,13 @@ def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None)
 def _named_base(folder: str) -> str:
     """The base model that the config of the adapter in ``folder`` names."""
     try:
-        base: Any = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        config: Any = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
     except (OSError, ValueError, AttributeError) as error:
-        base, found = None, f"{CONFIG}: {type(error).__name__}: {error}"
+        base, revision, found = None, None, f"{CONFIG}: {type(error).__name__}: {error}"
     else:
-        found = f"an adapter whose {CONFIG} names no base_model_name_or_path"
-    if not isinstance(base, str) or not base:
+        found = f"an adapter whose {CONFIG} has base_model_name_or_path={base!r:.200}, revision={revision!r:.80}"
+    if not isinstance(base, str) or not base or revision not in (None, "main"):
         raise UserError(
             asked=f"--model {folder}",
             found=found,
