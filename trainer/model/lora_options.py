@@ -31,8 +31,10 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, r
 # The fields of peft's LoraConfig, 0.21.2. `_read_values` reads these:
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")
 # these say nothing of what is trained, or only beside a field that is refused:
-INERT = ("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "runtime_config")
-INERT += ("megatron_core", "qalora_group_size")
+INERT = (
+    *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "runtime_config"),
+    *("megatron_core", "qalora_group_size"),
+)
 # of these the values are those of plain LoRA, the default first
 _NOTHING: tuple[Any, ...] = (None, False, {}, [])  # … an unknown field's too
 PLAIN: dict[str, tuple[Any, ...]] = {
