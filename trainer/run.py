@@ -69,7 +69,8 @@ class Start:
         if not _needs_base(self.job, resume):
             pass
         elif self.source is None:
-            why = "--from_scratch" if args.from_scratch else args.model or "a config without weights"
+            config = "the recipe's own model" if self.given.config is None else "the config given"
+            why = "--from_scratch" if args.from_scratch else args.model or config
             found.append(f"random, of seed {args.seed} ({why})")
         else:
             found.append(f"those of {args.model or f'the {type(self.given.model).__name__} given'}")

@@ -83,7 +83,7 @@ def test_a_folder_without_weights_is_refused_unless_random_ones_are_asked_for(fo
 
 
 def test_a_configs_own_path_and_a_recipes_own_model_ask_for_random_weights(folder, tmp_path):
-    for model, why in ((None, "a config without weights"), (str(folder / "config.json"), f"{folder}/config.json")):
+    for model, why in ((None, "the recipe's own model"), (str(folder / "config.json"), f"{folder}/config.json")):
         start = started(tmp_path, model=model)
         assert start.source is None
         assert start.weights_said(None) == f"random, of seed 42 ({why})"
