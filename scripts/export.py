@@ -49,7 +49,7 @@ def main() -> None:
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
-    from shardwright.weights.weight_sources import has_weights, part_and_rest, part_of, seeded_init
+    from shardwright.weights.weight_sources import means_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
     console = Console()
@@ -78,7 +78,8 @@ def main() -> None:
         )
     saved.check_model(facts.adapted(lora), config)
     rest = seeded_init(whole, saved.arguments.get("seed", 0))
-    if base and has_weights(base) and (facts.is_part or arguments.merge):
+    started = means_weights(base, saved.arguments.get("from_scratch", False))
+    if started and (facts.is_part or arguments.merge):
         rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
     saved.check_tensors(console)
     with output.filling() as folder:

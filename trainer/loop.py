@@ -1,5 +1,6 @@
 """TrainingLoop: from the first batch to the last checkpoint, with its logs and saves."""
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.trained_model import TrainedModel
+from shardwright.checkpoint.write import Saved
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -134,6 +136,7 @@ class TrainingLoop:
         self.checkpoints = write.CheckpointWriter(output, texts, limit, self.lock.check_held, staged, tell)
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
+        self._untold: dict[int, TrainerState] = {}  # step -> state of saves that callbacks have not been told of
         self.log = RunLog(job, self.train_step, self.state, self.watch, self.console, self._event)
         self._event("on_init_end")
 
@@ -201,11 +204,11 @@ class TrainingLoop:
         if kept and self.reference.known:
             self.reference.save(self.folder)
 
-    def _event(self, name: str, **more: Any) -> None:
+    def _event(self, name: str, state: TrainerState | None = None, **more: Any) -> None:
         """Tell the callbacks of an event, and take the control they return. The watchdog counts it as progress."""
         hosts().watchdog.moved(self.state.global_step)
         args: Any = self.args  # not transformers' class, but with the fields that callbacks read
-        self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
+        self.control = getattr(self.callbacks, name)(args, state or self.state, self.control, **more)
 
     def _loop(self) -> None:
         if self.resume is not None:
@@ -217,6 +220,8 @@ class TrainingLoop:
             self.watch.clock.turn_to("steps")
             while not self._ends():
                 self._run_epoch()
+            if self._untold and self.callbacks.hear_saves(observers=True):
+                self._wait_for_save()
             self.log.summary()
         finally:
             self.watch.clock.turn_to("save")
@@ -283,7 +288,7 @@ class TrainingLoop:
             self._save_checkpoint()
             self._saved = self.state.global_step
         else:
-            self.log.saved(self.checkpoints.finished())
+            self._tell_saved(self.checkpoints.finished())
         if self.stop.interrupted:
             self.log.steps(self._last_rate)
 
@@ -324,9 +329,22 @@ class TrainingLoop:
         saved = self.trained.saved(self.train_step.state)
         with self.watch.clock.on("save"):
             pause, before = self.checkpoints.save(saved, host, state, urgent=self.stop.preempted)
-        self.log.saved(before)
+        self._tell_saved(before)
         self.log.write({"save_pause": pause})
-        self._event("on_save")
+        self._untold[step] = copy.copy(state)
+        if self.callbacks.hear_saves(observers=False):  # they may act on it, on each host at the same step
+            self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
+        with self.watch.clock.on("save"):
+            ended = self.checkpoints.wait(must_arrive=False)
+        self._tell_saved(ended)
+
+    def _tell_saved(self, ended: Saved | None) -> None:
+        """Log a write that has ended, and tell of each save whose checkpoint is whole in the output folder by now."""
+        self.log.saved(ended)
+        for step in [step for step in self._untold if self.checkpoints.has_arrived(step)]:
+            self._event("on_save", self._untold.pop(step))
 
     def _take_over_the_folder(self) -> None:
         self._write_texts()

@@ -39,7 +39,7 @@ from shardwright.report.lines import say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
-from shardwright.weights.weight_sources import Source, has_weights
+from shardwright.weights.weight_sources import Source, means_weights
 from shardwright.xla import device_mesh, runtime
 from shardwright.xla.stop_requests import unwinding
 
@@ -64,6 +64,23 @@ class Start:
         """Hold the output folder inside the ``with``: of several hosts the first does, for all."""
         with hosts().answerable(), output_folder.claimed_by_all(self.lock):
             yield
+
+    def weights_said(self, resume: RunCheckpoint | None) -> str:
+        """Which weights the run starts from."""
+        args, found = self.job.args, []
+        if not _needs_base(self.job, resume):
+            pass
+        elif self.source is None:
+            config = "the recipe's own model" if self.given.config is None else "the config given"
+            why = "--from_scratch" if args.from_scratch else args.model or config
+            found.append(f"random, of seed {args.seed} ({why})")
+        else:
+            found.append(f"those of {args.model or f'the {type(self.given.model).__name__} given'}")
+        if resume is not None:
+            found.append("those of the checkpoint")
+        elif args.adapter is not None:
+            found.append(f"the adapter's, of {args.adapter}")
+        return "; ".join(found)
 
     @property
     def data(self) -> DataOptions:
@@ -96,6 +113,7 @@ class Start:
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
+        say(console, f"weights: {self.weights_said(resume)}")
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -230,12 +248,15 @@ def _prepared(
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
         job = elastic.with_kept_batch(job, resume)
-    # a checkpoint of an adapter, or of a part of a model, holds nothing else
-    needed = resume is None or job.facts.is_part or job.lora is not None
-    source: Source | None = given.weights(job.facts.whole) if needed else None
-    if needed and args.model and has_weights(args.model):
-        source = open_hub_weights(args.model, job.facts.whole)
+    source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
+    if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
+        source = open_hub_weights(str(args.model), job.facts.whole)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts)
+
+
+def _needs_base(job: Job, resume: RunCheckpoint | None) -> bool:
+    """Whether a run starts from more than a checkpoint, which of an adapter or a part of a model is not the whole."""
+    return resume is None or job.facts.is_part or job.lora is not None
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:

@@ -161,6 +161,10 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self._writing = self._thread.submit(self._write, host["step"], fill, best, urgent)
         return pause, before
 
+    def has_arrived(self, step: int) -> bool:
+        """Whether this run's checkpoint of ``step`` is whole in ``output``."""
+        return step in self.lineage and step not in self._waiting
+
     def finished(self) -> Saved | None:
         """The write that has ended since the last call, if one has; raises StorageError if it failed."""
         if not self._writing.done():

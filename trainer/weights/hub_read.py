@@ -219,11 +219,14 @@ def _files(name: str, folder: Path) -> list[Path]:
             found += f", but pickled weights: {first_names(pickled)}"
         if other:
             found += f", but {first_names(other)}"
-        if pickled or not other:
+        if pickled:
             why = "a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
+        elif not other:
+            found += f", but {first_names(there)}"
+            why = "the weights are not there, or not in the hub's format"
         instead = "the hub's safetensors revision; or, if you trust the files, convert them once: "
-        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
-        raise _refused(name, found, why, instead)
+        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER); or --from_scratch, which "
+        raise _refused(name, found, why, instead + "trains from random weights")
     try:
         with _opened(folder / INDEX) as index:
             names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))
