@@ -37,7 +37,7 @@ from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.lines import say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
-from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
+from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights, reading, reopen_hub_weights
 from shardwright.weights.weight_sources import Source, has_weights
 from shardwright.xla import device_mesh, runtime
 
@@ -94,6 +94,8 @@ class Start:
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
+        if isinstance(self.source, HubWeights) and (names := self.source.untrained):
+            say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -231,6 +233,8 @@ def _prepared(
     source: Source | None = given.weights(job.facts.whole) if needed else None
     if needed and args.model and has_weights(args.model):
         source = open_hub_weights(args.model, job.facts.whole)
+    elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
+        source = reopen_hub_weights(args.model, job.facts.whole, console)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts)
 
 

@@ -132,7 +132,12 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
 
 def _is_entry(name: str, entry: Any) -> bool:
     base = name.removeprefix(f"{TOKENIZER}/")
-    if not base.isprintable() or base in ("", ".", "..", MANIFEST) or set(base) & set("/\\"):
+    parts = base.split("/") if base != name else [base]  # a tokenizer's files may lie in subfolders
+    if (
+        not base.isprintable()
+        or "\\" in base
+        or any(part in ("", ".", "..", MANIFEST) or "/" in part for part in parts)
+    ):
         return False
     match entry:
         case {"bytes": int(size), "xxh3": str(digest)} if len(entry) == 2:
