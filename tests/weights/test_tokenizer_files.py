@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.audit_command import run_audit
+from shardwright.data.tokenizer import open_tokenizer
+from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
 from shardwright.run import train
 from shardwright.scripts import export as export_script
@@ -63,3 +66,11 @@ def test_a_tokenizer_s_files_come_out_of_audit_run_resume_and_export_as_they_wen
         opened, tokenizer = (AutoTokenizer.from_pretrained(each) for each in (folder, repository))
         assert opened.chat_template == tokenizer.chat_template
         assert opened("Hello\n<end> you").input_ids == tokenizer("Hello\n<end> you").input_ids
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="the package reads such a file")
+def test_a_sentencepiece_model_alone_is_refused_by_the_package_that_it_needs(tmp_path):
+    SHAPES["sentencepiece"](tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="sentencepiece"):
+        open_tokenizer(str(tmp_path))

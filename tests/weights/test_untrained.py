@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shardwright.arguments.training import TrainingArguments
@@ -24,7 +25,7 @@ from shardwright.scripts.measure.tiny import families, tiny_config
 from shardwright.weights.hub_read import WEIGHTS, open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.weight_sources import Source
-from tests.support.hub_models import tensors_in
+from tests.support.hub_models import same, tensors_in
 from tests.support.lives import TINY
 
 # Of real repositories: the fields of their configs that tell of MTP, and the names, of the first expert and layer of
@@ -128,6 +129,29 @@ def test_what_a_family_of_transformers_ignores_is_carried(tmp_path, family, patt
 
 def test_the_patterns_are_those_of_many_families():
     assert len({family for family, _ in PATTERNS}) >= 15
+
+
+def test_transformers_own_mtp_model_reads_its_layer_from_an_export_as_from_the_base(tmp_path):
+    layers, hidden = 46, 64  # the layer after the last is the one that transformers looks for, of this family
+    deeper = tiny_config("glm4_moe", num_hidden_layers=layers + 1, num_nextn_predict_layers=1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(deeper).save_pretrained(tmp_path / "base")
+    shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
+    joins = {f"model.layers.{layers}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    held = {**load_file(tmp_path / "base" / WEIGHTS), **joins}
+    save_file(held, tmp_path / "base" / WEIGHTS, metadata={"format": "pt"})
+    config = tiny_config("glm4_moe", num_hidden_layers=layers, num_nextn_predict_layers=1)
+    config.architectures = ["Glm4MoeForCausalLM"]
+    config.save_pretrained(tmp_path / "base")
+    opened = open_hub_weights(str(tmp_path / "base"), model := meta_model(config))
+    assert opened.untrained.keys() == {name for name in held if name.startswith(f"model.layers.{layers}.")}
+    export(tmp_path / "out", model, opened, untrained=opened.untrained)
+    ours, theirs = (
+        MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / side)).state_dict()
+        for side in ("out", "base")
+    )
+    assert len(theirs) > 10
+    assert same(ours, theirs)
 
 
 # ---- a run ----

@@ -219,7 +219,7 @@ def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console) -> H
     except UserError as error:
         say(
             console,
-            f"lost:    what {name} held beside the model's own weights, and config.json tells of none: {error.found}",
+            f"lost:    what {name} held beside the model; an export goes without, as its config says: {error.found}",
         )
         return None
 

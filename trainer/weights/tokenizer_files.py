@@ -16,7 +16,8 @@ _CODE = "auto_map"  # the entry of a JSON file that names Python files beside it
 # what repositories call them, beside the names that a tokenizer's own class knows
 _NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model*", "*piece*.model", "*.tiktoken", "chat_template.*"),
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -30,10 +31,9 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: bytes | None = N
     origin = local_folder(tokenizer.name_or_path, "tokenizer_config.json")
     if origin is None:
         return saved
-    beside = {CONFIG: config} if config else read_all(origin, [CONFIG])
-    names = (*_NAMES, *tokenizer.vocab_files_names.values())
-    files = with_code(read_all(origin, names), origin)
     with tempfile.TemporaryDirectory() as copy, contextlib.suppress(Exception):  # of many types, as in any opening
+        beside = {CONFIG: config} if config else read_all(origin, [CONFIG])
+        files = with_code(read_all(origin, [*_NAMES, *tokenizer.vocab_files_names.values()]), origin)
         write_all(Path(copy), files | beside)
         if _saved(AutoTokenizer.from_pretrained(copy, trust_remote_code=False)) == saved:
             return files if config else files | beside
