@@ -158,9 +158,8 @@ class HubWeights:
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
         state = self.model.state_dict()
-        missing, unexpected = state.keys() - found.keys(), found.keys() - state.keys()
-        absent = missing & self.tied.keys()
-        missing, unexpected = self._adjusted(missing, unexpected)
+        absent = (state.keys() - found.keys()) & self.tied.keys()
+        missing, unexpected = self._adjusted(state.keys() - found.keys(), found.keys() - state.keys())
         missing = (missing - absent) | {n for n in absent if not found.keys() & self.tied[n]}
         shapes = {name: (list(found[name].shape), list(state[name].shape)) for name in found.keys() & state.keys()}
         misshapen = [
