@@ -65,6 +65,15 @@ def test_a_bfloat16_export_keeps_in_float32_what_transformers_keeps_and_says_bfl
     assert dtypes == ({torch.bfloat16, torch.float32} if wide or present else {torch.bfloat16})
 
 
+def test_biases_in_float32_beside_weights_in_bfloat16_leave_the_config_s_dtype_bfloat16(tmp_path):
+    """As DeepSeek-V3's files are: a loader would take all of a 671 B model in float32."""
+    model = meta_model(tiny_config("deepseek_v3"))
+    source, kept = thirds(model), kept_by("deepseek_v3")
+    export(tmp_path, model, lambda name: source(name) if any(k in name for k in kept) else source(name).bfloat16())
+    assert {values.dtype for values in tensors_in(tmp_path).values()} == {torch.bfloat16, torch.float32}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_many_families_keep_something_in_float32():
     assert len(KEPT) >= 15
 
