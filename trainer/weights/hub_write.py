@@ -7,7 +7,6 @@ shapes beforehand. So a file's header is written first, and its tensors follow a
 import contextlib
 import itertools
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 from transformers.trainer_utils import align_special_tokens
-from transformers.utils import cached_file
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, keeping_last, whole
@@ -34,6 +32,8 @@ from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import promise_only
 from shardwright.weights.tokenizer_files import CONFIG, local_folder, read_all, tokenizer_files, with_code, write_all
 from shardwright.weights.weight_sources import Source
+
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,9 @@ def _write_description(
             generation.to_json_file(Path(scratch, "generation_config.json"))  # type: ignore[union-attr]
         if tokenizer is not None:
             write_all(Path(scratch), tokenizer_files(tokenizer, Path(scratch, CONFIG).read_bytes()))
-        _copy_processor(base, Path(scratch))
-        for name, data in with_code(read_all(Path(scratch), ["**/*"]), local_folder(base, CONFIG)).items():
+        origin = local_folder(base, CONFIG)
+        files = read_all(origin, _PROCESSOR) if origin is not None else {}
+        files |= read_all(Path(scratch), ["**/*"])
+        for name, data in with_code(files, origin).items():
             place, _, file = name.rpartition("/")
             (folder / place if place else folder).write(file, data)
-
-
-def _copy_processor(base: str | None, folder: Path) -> None:
-    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        found = None
-        with contextlib.suppress(OSError, ValueError):  # none is there
-            found = cached_file(base, name, local_files_only=True) if base else None
-        if found is not None and not (folder / name).exists():
-            shutil.copy(found, folder / name)
