@@ -46,7 +46,7 @@ def main() -> None:
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import read_config
     from shardwright.weights.adapter_weights import merge_factors
-    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
     from shardwright.weights.weight_sources import means_weights, part_and_rest, part_of, seeded_init
@@ -78,9 +78,12 @@ def main() -> None:
         )
     saved.check_model(facts.adapted(lora), config)
     rest = seeded_init(whole, saved.arguments.get("seed", 0))
+    hub = None
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
-        rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
+        rest = hub = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
+    elif base and saved.host.get("untrained", 0) > 0 and lora is None:
+        hub = reopen_hub_weights(base, whole, console)
     saved.check_tensors(console)
     with output.filling() as folder:
         if lora is not None and not arguments.merge:
@@ -89,7 +92,8 @@ def main() -> None:
             save_adapter(folder, files, saved, saved.tokenizer, console)
         else:
             own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
-            export(folder, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
+            source = part_and_rest(own, rest, names)
+            export(folder, whole, source, saved.tokenizer, form, console, hub.untrained if hub else None)
     say(console, f"written to {output}")
 
 

@@ -38,7 +38,7 @@ from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.lines import say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
-from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
+from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights, reading, reopen_hub_weights
 from shardwright.weights.weight_sources import Source, means_weights
 from shardwright.xla import device_mesh, runtime
 from shardwright.xla.stop_requests import unwinding
@@ -114,6 +114,8 @@ class Start:
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
         say(console, f"weights: {self.weights_said(resume)}")
+        if isinstance(self.source, HubWeights) and (names := self.source.untrained):
+            say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -251,6 +253,8 @@ def _prepared(
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
         source = open_hub_weights(str(args.model), job.facts.whole)
+    elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
+        source = reopen_hub_weights(args.model, job.facts.whole, console)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts)
 
 

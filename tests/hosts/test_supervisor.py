@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwright.checkpoint import manifest
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
+from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
 from shardwright.files.folder import StorageError
 from shardwright.hosts import supervisor
 from shardwright.hosts.restarts import (
@@ -75,6 +75,7 @@ ENDS = [
     ([RunEnd(0)], 0),
     ([REFUSED], 2),
     ([REFUSED, MISSED], 2),
+    ([MISSED, RunEnd(BUG, begun=True)], BUG),
     ([RunEnd(1, begun=True)], 1),
     ([ABORTED, ABORTED], -signal.SIGABRT),
     ([RunEnd(-signal.SIGKILL)], -signal.SIGKILL),  # before a step

@@ -91,6 +91,7 @@ def checked_host(host: dict[str, Any]) -> dict[str, Any]:
     _check(host, "learning_rate", _is_number(host["learning_rate"]) and 0 < host["learning_rate"] < math.inf)
     _check(host, "metrics_read", type(host["metrics_read"]) is bool)
     _check(host, "data", isinstance(host["data"], dict))
+    _check(host, "untrained", _is_count(host.get("untrained", 0)))
     lineage = host.get("lineage", {})
     steps = isinstance(lineage, dict) and all(_is_count(int(step)) for step in lineage)
     _check(host, "lineage", steps and all(isinstance(mark, str) for mark in lineage.values()))

@@ -135,7 +135,10 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
 
 def _is_entry(name: str, entry: Any) -> bool:
     base = name.removeprefix(f"{TOKENIZER}/")
-    if not base.isprintable() or base in ("", ".", "..", MANIFEST) or set(base) & set("/\\"):
+    parts = base.split("/")  # a tokenizer's files may lie in subfolders
+    if not base.isprintable() or "\\" in base or not {"", ".", "..", MANIFEST}.isdisjoint(parts):
+        return False
+    if base == name and len(parts) > 1:
         return False
     match entry:
         case {"bytes": int(size), "xxh3": str(digest)} if len(entry) == 2:

@@ -4,10 +4,12 @@ A checkpoint is opened in two parts: its small files (names, shapes and all that
 once, and its tensor files, nearly all of its bytes, only after the caller has accepted the small files.
 """
 
+import contextlib
 import copy
 import functools
 import json
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ from shardwright.model.meta_model import config_of
 from shardwright.models.adapters.lora import own_parameters
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
+from shardwright.weights.tokenizer_files import write_all
 
 T = TypeVar("T")
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
@@ -90,16 +93,17 @@ class RunCheckpoint:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         within = f"{manifest.TOKENIZER}/"
-        with tempfile.TemporaryDirectory() as local:
-            for name in self._files:
-                if name.startswith(within):
-                    Path(local, name.removeprefix(within)).write_bytes(self.folder.read(name))
+        inside = [name for name in self._files if name.startswith(within)]
+        with contextlib.ExitStack() as undo:
+            local = undo.enter_context(tempfile.TemporaryDirectory())
+            write_all(Path(local), {name.removeprefix(within): self.folder.read(name) for name in inside})
             try:
                 tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
                 tokenizer("text")  # it reads some settings only now
-                return tokenizer
             except Exception as error:  # of many types, as in _json
                 raise self._unusable(manifest.TOKENIZER, error) from error
+            weakref.finalize(tokenizer, undo.pop_all().close)  # as long as it lives, its files can be copied
+            return tokenizer
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
         """Raises UserError unless the weights are those of ``model``, on meta and unstacked, or of its adapter.

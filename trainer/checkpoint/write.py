@@ -8,13 +8,11 @@ folder; if that fails it is tried again, and the run stops only where two checkp
 
 import contextlib
 import functools
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
@@ -37,6 +35,7 @@ from shardwright.files.folder import Folder, StorageError, as_json, suppress_dam
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.weights.tokenizer_files import tokenizer_files
 from shardwright.xla import sharding
 
 T = TypeVar("T")
@@ -336,8 +335,5 @@ def run_texts(
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as local:
-            tokenizer.save_pretrained(local)
-            for path in sorted(Path(local).iterdir()):
-                files[f"{manifest.TOKENIZER}/{path.name}"] = path.read_bytes()
+        files |= {f"{manifest.TOKENIZER}/{name}": data for name, data in tokenizer_files(tokenizer).items()}
     return files

@@ -11,10 +11,11 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwright.errors import Terminated, UserError, exit_code_of
+from shardwright.errors import BUG, Terminated, UserError, exit_code_of
 
 
 class _Lasting(io.FileIO):
@@ -84,6 +85,8 @@ def fill_closed_descriptors() -> None:
 def exit_code(main: Callable[[], int | None]) -> int:
     """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C.
 
+    An error that nobody foresaw, and that would come again, is printed with its traceback, and the code is 70.
+
     To the program's end, failed writes to standard output and error are dropped.
     """
     fill_closed_descriptors()
@@ -96,3 +99,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except (KeyboardInterrupt, Terminated) as error:
         print("interrupted" if isinstance(error, KeyboardInterrupt) else "terminated", file=sys.stderr)
         return exit_code_of(error)
+    except Exception as error:
+        if (code := exit_code_of(error)) != BUG:
+            raise
+        traceback.print_exc()
+        return code

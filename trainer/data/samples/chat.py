@@ -145,7 +145,11 @@ class Template:
 
     def marked(self, chat: Chat) -> bool:
         """Whether the template itself marks the assistant's tokens."""
-        return bool(_MARKS.search(self.tokenizer.get_chat_template(tools=chat.tools)))
+        try:
+            template = self.tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError as error:  # there are several, and none for such a chat
+            raise BadRecord("messages", f"the tokenizer says: {error}") from error
+        return bool(_MARKS.search(template))
 
     def marked_spans(self, chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens, and the spans that the template marks.
