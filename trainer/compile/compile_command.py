@@ -53,6 +53,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     from shardwright.compile.search.remat_share import compile_auto
     from shardwright.compile.search.search import search
     from shardwright.compile.search.tune import tune
+    from shardwright.layout.plan_warnings import plan_warnings
     from shardwright.step.auto_remat import is_auto
 
     console = console or Console()
@@ -74,6 +75,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
                 instead="a file in a folder that exists",
             )
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
+    for text in plan_warnings(job.job.plan):
+        say(console, f"plan:    {text}")
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
     if auto := is_auto(job.job):
