@@ -30,8 +30,7 @@ DOES_NOT_FIT = 3
 
 def main(words: list[str], description: str | None) -> int:
     """`scripts/compile.py`: runs its command line, and returns the exit code."""
-    # no accelerator, and modules' names in the compiler's output: both before torch_xla is imported
-    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1")  # no accelerator; before torch_xla opens one
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides deprecations in XLA's C++ log
     logging.disable(logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves no compiling process and no files
