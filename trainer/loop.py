@@ -119,6 +119,8 @@ class TrainingLoop:
         self.trained = TrainedModel(job, placed.model, self.mesh, placed.parameters, self.base, tokenizer, self.console)
         self.evaluator = Evaluator(job, corpus, step, share, self.console, self.stop, self._event, self._tell_evaluated)
         self.schedule = self.args.schedule(self.rate)
+        if self.schedule.notice:
+            say(self.console, f"rate:    {self.schedule.notice}")
 
         # ---- the loop's state, in transformers' own classes ----
         if resume is not None:

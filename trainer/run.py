@@ -31,6 +31,7 @@ from shardwright.hosts.versions import other_versions
 from shardwright.inputs import RunInputs, TrainerCallbacks
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
+from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.callbacks import open_trackers
@@ -310,6 +311,8 @@ def _load_data(start: Start, console: Console) -> Corpus:
 def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
     say(console, f"devices: {runtime.init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    for text in plan_warnings(job.plan):
+        say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
         say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")

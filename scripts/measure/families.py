@@ -9,7 +9,8 @@ so short XLA runs one operation after another on each device; a longer one is in
 are the loss and
 the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless. Each family is a
 process of its own, with a limit of time and memory. Results are kept in a file, one JSON object a line, under the
-version of the code.
+version of the code. Every size is shrunk here; tests/model/test_real_configs.py reads the config.json of published
+models and plans one of each type.
 """
 
 import hashlib

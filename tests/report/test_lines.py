@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shardwright.report.bars import byte_bar
+from shardwright.report.bars import byte_bar, step_bar
 from shardwright.report.lines import say, waiting
 from shardwright.report.terminal import closing_table
 from tests.support.paths import ROOT
@@ -35,6 +36,14 @@ def test_lines_bars_and_tables_show_it_as_it_is(name: str) -> None:
         advance(10)
     assert f"writing {name} …" in file.getvalue()
     assert f"checking {name}" in file.getvalue()
+
+
+def test_a_bar_of_steps_tells_the_time_gone_from_the_time_left() -> None:
+    file = io.StringIO()
+    bar = step_bar(Console(file=file, width=100, force_terminal=True, color_system=None))
+    with bar:
+        bar.add_task("train", total=10, completed=5, numbers="")
+    assert re.search(r" 0:00:0\d gone, -:--:-- left", file.getvalue())
 
 
 def test_a_line_keeps_its_length_and_has_no_colours() -> None:
