@@ -158,7 +158,8 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    if self.train_step.begun:  # before the first step nothing was learned
+                    # before the first step nothing was learned; and only a UserError is, by rule, on all hosts
+                    if self.train_step.begun and (isinstance(why, UserError) or not hosts().several):
                         goes_on = not self.stop.any and self.goes_on_after(why)
                         self.watch.note_end() if goes_on else self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this

@@ -94,7 +94,7 @@ class Start:
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
-        corpus = _load_data(self, console)
+        corpus = hosts().together(lambda: _load_data(self, console))
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
             loop = TrainingLoop(

@@ -35,6 +35,11 @@ _OVER: Future[Any] = Future()  # in the place of a write or a copy while there i
 _OVER.set_result(None)
 
 
+def _over(future: Future[Any]) -> bool:
+    """Whether all hosts' have ended: one that went on, or wrote out its model, alone would compute what none joins."""
+    return future is _OVER or all(hosts().gather(future.done()))
+
+
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
     """The checkpoints to remove so that ``limit`` of the ``steps``, oldest first, stay; never the last or ``best``."""
     if limit is None:
@@ -150,11 +155,11 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return pause, before
 
     def finished(self) -> Saved | None:
-        """The write that has ended since the last call, if one has; raises StorageError if it failed."""
-        if not self._writing.done():
+        """The write that has ended on all hosts since the last call, if one has; raises StorageError if it failed."""
+        if not _over(self._writing):
             return None
         saved = self._written()
-        if saved is None and self._copying.done():  # and no write under way begins another
+        if saved is None and _over(self._copying):  # and no write under way begins another
             self._copied()
         return saved
 
@@ -195,12 +200,14 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         except UserError as error:
             steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
             kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
-            raise StorageError(
+            failed = StorageError(
                 asked=f"a checkpoint in {self.output}",
                 found=f"{error.asked}: {error.found}",
                 why=f"a run that can't be saved must not go on as if it were; {kept}",
                 instead=error.instead,
-            ) from error
+            )
+            failed.known_to_all = error.known_to_all
+            raise failed from error
 
     # ---- in the threads ----
 

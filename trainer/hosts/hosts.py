@@ -81,6 +81,7 @@ class Hosts:
         try:
             say()
         except RuntimeError as error:
+            self.watchdog.obey()
             raise LostHost(
                 asked=f"a word from each of {self.count} hosts",
                 found=f"on host {self.index}: {' '.join(str(error).split())[:_SHOWN]}",
@@ -139,7 +140,7 @@ def _outcome(make: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(make())
     except UserError as error:
-        if getattr(error, "known_to_all", False):
+        if error.known_to_all:
             raise
         # an exception whose arguments have no default can't be pickled
         texts = {name: getattr(error, name) for name in ("asked", "found", "why", "instead")}
@@ -189,6 +190,7 @@ def leave() -> None:
     """Takes leave of the others, who need not wait for this process; the first serves them until they have gone."""
     if not (_job.several and dist.is_initialized()):
         return
-    _job.watchdog.leave()
+    _job.watchdog.stop()
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
+    _job.watchdog.leave()

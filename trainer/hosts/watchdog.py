@@ -22,6 +22,7 @@ CONNECT = 600.0  # seconds for the hosts to come together
 LOOK = 2.0  # seconds between two looks
 SILENT = 60.0  # seconds without a sign of life after which a host is lost
 LEAVING = 60.0  # seconds that the first host, at its end, waits for the others
+STAYING = 2.0  # seconds that it stays after they left: torch_xla's coordinator, there, aborts whoever has not ended yet
 _END = "end"  # key of the job's end: exit code, words, whether the cause is transient
 
 
@@ -111,15 +112,24 @@ class Watchdog:
         """Waits long enough to notice a lost host; if there is one, the process ends here."""
         time.sleep(SILENT + 3 * LOOK)
 
-    def leave(self) -> None:
-        """Stops watching, since this process ends properly; the first host waits for the others."""
+    def stop(self) -> None:
+        """Stops watching, since this process ends properly."""
         self._ended.set()
         for thread in self._threads:
             thread.join(LEAVING)
-        if self._store is None:
-            return
+
+    def leave(self) -> None:
+        """Takes leave of the other hosts; the first waits until they have gone."""
         with contextlib.suppress(RuntimeError):  # the first host has gone
             part(self._store, self.index, self.count)
+            time.sleep(STAYING if self.index == 0 else 0)
+
+    def obey(self) -> None:
+        """Ends the process, with the code and the words of another host that ended the job, if one did."""
+        with contextlib.suppress(RuntimeError):  # the first host has gone
+            if self._store is not None and self._store.check([_END]):
+                code, words, passing = json.loads(self._store.get(_END))
+                self._end(words, code, passing=passing)
 
     def _repeat(self, act: Callable[[], None]) -> None:
         while not self._ended.wait(LOOK):
@@ -138,9 +148,7 @@ class Watchdog:
             now = time.monotonic()  # with which each sign differs from the last
             sign = {"step": self._step, "doing": self.activity, "waited": round(now - self._moved), "time": now}
             self._store.set(f"sign {self.index}", json.dumps(sign))
-            if self._store.check([_END]):
-                code, words, passing = json.loads(self._store.get(_END))
-                self._end(words, code, passing=passing)
+            self.obey()
             for host in range(1, self.count) if self.index == 0 else ():
                 left = self._store.check([f"left {host}"])
                 if not left and (silent := self._silence.of(self._store, f"sign {host}")) > SILENT:
@@ -184,4 +192,6 @@ class Watchdog:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         if code == LOST or passing:
             note_passing(words)
+        if code != LOST:  # final, perhaps, as an abort's is not
+            self.leave()
         os._exit(code)
