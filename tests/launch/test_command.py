@@ -30,7 +30,7 @@ def test_it_writes_the_files_shows_the_commands_and_starts_nothing(tmp_path):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = run(ROOT / "scripts" / "launch.py", *words, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "kubectl apply --filename jobset.yaml" in done.stdout
+    assert "kubectl apply --filename networkpolicy.yaml --filename jobset.yaml" in done.stdout
     assert "Nothing was started" in done.stdout
     manifest = yaml.safe_load((tmp_path / "files" / "jobset.yaml").read_text())
     container = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]

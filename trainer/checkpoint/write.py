@@ -303,7 +303,7 @@ def _fill(
 ) -> Files:
     """Has each host write its tensors, and then the first all other files; returns the manifest's entries."""
     part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
-    parts = job.gather(part)
+    parts = [tensors.TensorPart(*each) for each in job.gather((part.files, part.pieces))]
 
     def write_rest() -> Files:
         files = tensors.write_index(folder, parts, shapes)
