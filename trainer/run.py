@@ -34,7 +34,7 @@ from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
@@ -131,7 +131,7 @@ def train(
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
-    loop, console = None, console or Console()
+    loop, console = None, console or Terminal()
     try:
         noted = [_Noted()] if restarts is not None else []
         start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)

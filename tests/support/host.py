@@ -54,7 +54,8 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     limited, _, size = os.environ.get("HOST_FILE_LIMIT", "").partition(":")
     if limited == str(index):  # its disk takes no larger file
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
-    late, write = os.environ.get("HOST_LATE", ""), CheckpointWriter._write
+    writer: Any = CheckpointWriter
+    late, write = os.environ.get("HOST_LATE", ""), writer._write
     if late == str(index):  # its disk answers a second later
 
         def write_late(*arguments: Any) -> Any:
@@ -63,7 +64,7 @@ def become(index: int, count: int, port: int, devices: int) -> None:
             finally:
                 time.sleep(1)
 
-        CheckpointWriter._write = write_late
+        writer._write = write_late
     watchdog.SILENT = float(os.environ.get("HOST_SILENT", watchdog.SILENT))
     watchdog.STAYING = 0.5  # a host ends as soon as it has left
 

@@ -20,12 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from rich.console import Console
-
 from shardwright.errors import LOST, UserError, command
 from shardwright.hosts.restarts import NOTES, LastRestart, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
 from shardwright.hosts.watchdog import CONNECT, LOOK, SILENT, Silence, awake, part
-from shardwright.report.lines import say
+from shardwright.report.lines import Terminal, say
 
 T = TypeVar("T")
 PATIENCE = 3 * SILENT  # seconds that a run may go on after another host's has failed; its watchdog needs fewer
@@ -142,7 +140,7 @@ class Supervisor:
     def _wait(self, before: LastRestart) -> None:
         seconds = wait_before(before.count)
         if self.meeting.first:
-            say(Console(), f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
+            say(Terminal(), f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
             sys.stdout.flush()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.told:
