@@ -10,12 +10,10 @@ import sys
 # An export touches no device: transformers must not load torch_xla, which takes time and picks one.
 os.environ["USE_TORCH_XLA"] = "0"
 
-from rich.console import Console
-
 from shardwright.arguments.command_line import Parser
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
-from shardwright.report.lines import say
+from shardwright.report.lines import Terminal, say
 
 DTYPES = ("float32", "bfloat16")
 
@@ -52,7 +50,7 @@ def main() -> None:
     from shardwright.weights.weight_sources import means_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
-    console = Console()
+    console = Terminal()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     form = ExportFormat(arguments.key_format, arguments.max_shard_size, dtype)
     output = Folder(arguments.output)

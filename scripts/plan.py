@@ -44,7 +44,6 @@ def main() -> None:
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
-    from rich.console import Console
 
     from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.load_recipe import load_recipe
@@ -53,7 +52,7 @@ def main() -> None:
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import lora_of, plan_of
     from shardwright.model.meta_model import load_config
-    from shardwright.report.lines import say
+    from shardwright.report.lines import Terminal, say
 
     if arguments.write is not None:
         _check_new(Path(arguments.write), arguments.recipe)
@@ -78,11 +77,11 @@ def main() -> None:
     else:
         print_plan(plan)
         for text in warnings:
-            say(Console(), f"warning: {text}")
+            say(Terminal(), f"warning: {text}")
         if made is not None and made.undivided:
-            say(Console(), "\ncut elsewhere, or left whole")
+            say(Terminal(), "\ncut elsewhere, or left whole")
             for pattern, text in made.undivided.items():
-                say(Console(), f"  {pattern}: {text}")
+                say(Terminal(), f"  {pattern}: {text}")
     if made is not None and arguments.write is not None:
         _write(made, plan, facts.kind, arguments)
 
@@ -114,11 +113,10 @@ def _check_new(path: Path, recipe: str) -> None:
 
 def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: argparse.Namespace) -> None:
     """Writes the recipe to the new file ``--write``, and says how to use it."""
-    from rich.console import Console
 
     from shardwright.layout.recipe_source import recipe_source
     from shardwright.optimizers import OPTIMIZERS
-    from shardwright.report.lines import say
+    from shardwright.report.lines import Terminal, say
     from shardwright.report.units import size
 
     use = f"{command('train')} --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
@@ -131,7 +129,7 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     )
     with open(arguments.write, "x", encoding="utf-8") as file:
         file.write(recipe_source(made, docstring))
-    say(Console(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {use}")
+    say(Terminal(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {use}")
 
 
 if __name__ == "__main__":

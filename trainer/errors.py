@@ -33,6 +33,7 @@ class UserError(Exception):
     """
 
     code = 2  # the script's exit code
+    known_to_all = False  # every host of the job raises it
 
     def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
         self.asked, self.found, self.why, self.instead = asked, found, why, instead

@@ -35,7 +35,7 @@ from shardwright.monitoring import state as states
 from shardwright.monitoring.callbacks import Callbacks, Tracker
 from shardwright.monitoring.log import RunLog
 from shardwright.monitoring.run_page import RunPage
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 from shardwright.report.terminal import ProgressCallback
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_metrics import ComputeMetrics
@@ -86,7 +86,7 @@ class TrainingLoop:
         hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
         job, self.state, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.job, self.args, self.corpus, self.resume, self.goes_on_after = job, job.args, corpus, resume, goes_on_after
-        self.console, self.stop = console or Console(), StopRequests()
+        self.console, self.stop = console or Terminal(), StopRequests()
         self.folder = output_folder.output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
         self.watch = RunPage(self.folder, job, self.state, self.console, resume, self.lock.check_held, after)
@@ -163,7 +163,8 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    if self.train_step.begun:  # before the first step nothing was learned
+                    # before the first step nothing was learned; and only a UserError is, by rule, on all hosts
+                    if self.train_step.begun and (isinstance(why, UserError) or not hosts().several):
                         goes_on = not self.stop.any and self.goes_on_after(why)
                         self.watch.note_end() if goes_on else self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this

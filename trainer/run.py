@@ -36,7 +36,7 @@ from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights, reading, reopen_hub_weights
@@ -117,7 +117,7 @@ class Start:
         say(console, f"weights: {self.weights_said(resume)}")
         if isinstance(self.source, HubWeights) and (names := self.source.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
-        corpus = _load_data(self, console)
+        corpus = hosts().together(lambda: _load_data(self, console))
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
             loop = TrainingLoop(
@@ -154,7 +154,7 @@ def train(
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
-    loop, console = None, console or Console()
+    loop, console = None, console or Terminal()
     try:
         noted = [_Noted()] if restarts is not None else []
         with unwinding():

@@ -27,6 +27,7 @@ from shardwright.inputs import Records, TrainerCallbacks, check_records, named_s
 from shardwright.layout.recipe import Recipe
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import targets
+from shardwright.report.lines import Terminal
 from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
@@ -105,7 +106,7 @@ class Trainer:
             compute_metrics=compute_metrics,
             peft_config=peft_config,
         )
-        self.console, self._callbacks = console or Console(), list(callbacks or ())
+        self.console, self._callbacks = console or Terminal(), list(callbacks or ())
         self._start: Start | None = None
         self._loop: TrainingLoop | None = None
 

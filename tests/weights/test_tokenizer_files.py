@@ -46,7 +46,6 @@ def test_a_tokenizer_s_files_come_out_of_audit_run_resume_and_export_as_they_wen
         "recipe": "llama_fsdp",
         "model": str(repository),
         "from_scratch": True,
-        "compute": "scan=False,remat=none",
         "dataset": str(write_records(tmp_path / "chats.jsonl", chats(30, longest=8))),
         "sequence_length": 256,
         "compute": "scan=False,remat=none",

@@ -43,6 +43,11 @@ _OVER: Future[Any] = Future()  # in the place of a write or a copy while there i
 _OVER.set_result(None)
 
 
+def _over(future: Future[Any]) -> bool:
+    """Whether all hosts' have ended: one that went on, or wrote out its model, alone would compute what none joins."""
+    return future is _OVER or all(hosts().gather(future.done()))
+
+
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
     """The checkpoints to remove so that ``limit`` of the ``steps``, oldest first, stay; never the last or ``best``."""
     if limit is None:
@@ -165,11 +170,11 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return step in self.lineage and step not in self._waiting
 
     def finished(self) -> Saved | None:
-        """The write that has ended since the last call, if one has; raises StorageError if it failed."""
-        if not self._writing.done():
+        """The write that has ended on all hosts since the last call, if one has; raises StorageError if it failed."""
+        if not _over(self._writing):
             return None
         saved = self._written()
-        if saved is None and self._copying.done():  # and no write under way begins another
+        if saved is None and _over(self._copying):  # and no write under way begins another
             self._copied()
         return saved
 
@@ -213,12 +218,14 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
             except StorageError as other:
                 kept = f"nor can it be told which one is whole ({other.found})"
-            raise StorageError(
+            failed = StorageError(
                 asked=f"a checkpoint in {self.output}",
                 found=f"{error.asked}: {error.found}",
                 why=f"a run that can't be saved must not go on as if it were; {kept}",
                 instead=error.instead,
-            ) from error
+            )
+            failed.known_to_all = error.known_to_all
+            raise failed from error
 
     # ---- in the threads ----
 
@@ -315,7 +322,7 @@ def _fill(
 ) -> Files:
     """Has each host write its tensors, and then the first all other files; returns the manifest's entries."""
     part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
-    parts = job.gather(part)
+    parts = [tensors.TensorPart(*each) for each in job.gather((part.files, part.pieces))]
 
     def write_rest() -> Files:
         files = tensors.write_index(folder, parts, shapes)

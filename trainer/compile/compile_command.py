@@ -17,7 +17,7 @@ from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.errors import UserError
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 
 if TYPE_CHECKING:
     from shardwright.compile.compile_job import CompileJob
@@ -55,7 +55,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     from shardwright.layout.plan_warnings import plan_warnings
     from shardwright.step.auto_remat import is_auto
 
-    console = console or Console()
+    console = console or Terminal()
     if options.topology is None:
         raise UserError(
             asked="a compile for a TPU",

@@ -15,16 +15,22 @@ T = TypeVar("T")
 
 
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published."""
+    """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published.
+
+    Raises UserError if it can't be written.
+    """
     if folder.exists():  # else a folder that another process publishes meanwhile could be removed
         try:
             return load(folder)
         except Exception:  # corrupt: each file format raises errors of its own types
             shutil.rmtree(folder, ignore_errors=True)
     made = scratch / folder.name
-    made.mkdir()
-    build(made)
-    publish(made, folder)
+    try:
+        made.mkdir()
+        build(made)
+        publish(made, folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
     return load(folder)
 
 
@@ -49,13 +55,17 @@ def cache_root(cache_dir: Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
-        raise UserError(
-            asked=f"the cache folder {root}",
-            found=str(error),
-            why="tokenizers, packed rows and compiled steps are kept there",
-            instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
-        ) from error
+        raise _unwritable(root, error) from error
     return root
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        asked=f"the cache folder {folder}",
+        found=str(error),
+        why="tokenizers, packed rows and compiled steps are kept there",
+        instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
+    )
 
 
 def digest(content: Sequence[Any]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 
 Message = dict[str, Any]
@@ -208,6 +209,7 @@ class Template:
         )
 
     def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
+        try_template(self.tokenizer, messages, chat.tools)
         try:
             return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **{"tokenize": False, **options})
         except Exception as error:  # of many types: the template raises its own, or misses a value
