@@ -9,17 +9,18 @@ Shape legend: B rows, S tokens in a row, V vocabulary, P pairs in a row at most.
 from collections.abc import Mapping
 from typing import ClassVar
 
-from shardwright.objectives.objective import Batch, Number, Objective, RecordShape, Tensor
+from shardwright.objectives.objective import MEDIA, Batch, Number, Objective, RecordShape, Tensor
 
 _TOKENS_A_PAIR, _MOST_PAIRS = 16, 64
 PAIRS = RecordShape(
     "chosen/rejected",
     ("chosen", "rejected"),
-    ("prompt", "tools"),
+    ("prompt", "tools", "chat_template_kwargs"),
     trained="the chosen answer against the rejected",
     answers=("chosen", "rejected"),
     unit="pair",
     words="prompt, chosen and rejected, the answers as strings or as messages",
+    refused=MEDIA,
 )
 BETA = Number(
     0.1,

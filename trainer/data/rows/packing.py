@@ -50,11 +50,25 @@ class AnyPacker(ABC):
 class Packer(AnyPacker):
     """Documents of text → rows of S tokens: joined, and cut every S tokens; ``labels``: they have them, as samples do.
 
-    Tokens that do not fill a row wait in ``rest`` for the next call. Nothing is left out or cut, so nothing is counted.
+    Tokens that do not fill a row wait in ``rest`` for the next call.
+
+    Args:
+        parse: names of special tokens are these tokens.
     """
 
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        isolate: bool,
+        labels: bool = False,
+        parse: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, sequence_length, isolate, labels)
+        self.parse = parse
+
     def rows(self, documents: Sequence[str]) -> Columns:
-        tokens = plain_tokens(self.tokenizer, [text for text in documents if has_text(text)])
+        tokens = plain_tokens(self.tokenizer, [*filter(has_text, documents)], self.tally, self.parse)
         end = [self.tokenizer.eos_token_id]
         flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
         count = len(flat) // self.length
