@@ -49,6 +49,7 @@ from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
 CACHE_FORMAT = 3  # part of every cache key: raise it when cached data changes meaning
+STREAM_FORMAT = 2  # part of a streamed text's name in cursors, so that older checkpoints go on; samples have the above
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _streamed_corpus(
     held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
     first, length, _, *samples = packing.key
     # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
-    key = [CACHE_FORMAT, first, length, packing.new_packer().columns, *samples]
+    key = [STREAM_FORMAT, first, length, packing.new_packer().columns, *samples]
     key += [options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
@@ -315,12 +316,18 @@ class _Packing:
         options, samples, tokenizer = self.options, self.options.samples, self.tokenizer
         key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
         if options.makes_samples(self.shape):
-            key += [self.shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
+            key += [
+                self.shape.name,
+                CACHE_FORMAT,
+                tokenizer.chat_template,
+                tokenizer.pad_token_id,
+                transformers.__version__,
+            ]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
         elif options.labels:
             key += ["labels"]
-        return [*key, samples.split_special_tokens]
+        return [*key, "parsed"] if samples.split_special_tokens is False else key
 
     def notes(self, tally: Mapping[str, int]) -> tuple[str, ...]:
         if not self.options.makes_samples(self.shape):

@@ -49,6 +49,7 @@ class PairObjective(Objective):
     )
     refuses: ClassVar = {
         "text_column": "plain text has no two answers",
+        "split_special_tokens": "answers are taken as the tokenizer takes them, and only plain text is ever spelt out",
         "train_on_prompt": "both answers have the same prompt, which says nothing of which is preferred",
         "overflow": "a part of an answer is preferred to nothing",
     }

@@ -36,7 +36,8 @@ def unread_fields(chat: Chat, whole: str, template: Template) -> list[str]:
     seen = _rendered(_changed(chat, lambda field, value: _marked(value, marks.get(field))), render) or ""
 
     def without_effect(left: Sequence[Field]) -> Sequence[Field]:
-        gone = _changed(chat, lambda field, value: None if field in left else value)
+        dropped = {*left}
+        gone = _changed(chat, lambda field, value: None if field in dropped else value)
         if not left or _rendered(gone, render) == whole:
             return left
         middle = len(left) // 2

@@ -62,22 +62,20 @@ class Chat:
 
 def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
     """The chat in a record's ``messages``, ``conversations``, or ``prompt`` and ``answer``; raises BadRecord."""
-    tools, first = _list("tools", values["tools"]) if values.get("tools") else None, 0
-    if "prompt" in values:
-        prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", answer))
-        messages, first = prompt + completion, len(prompt)
-    else:
-        column = "messages" if "messages" in values else "conversations"
-        messages = _messages(column, values.get(column))
+    tools = _list("tools", values["tools"]) if values.get("tools") else None
     system = values.get("system") or ""
     if not isinstance(system, str):
         raise BadRecord("system", f"a {type(system).__name__}, not text")
-    if system:
-        messages = [{"role": "system", "content": system}, *messages]
-    return Chat(messages, tools, first, template_options(values), silenced(messages, first))
+    messages = [{"role": "system", "content": system}] if system else []
+    column = next(name for name in ("prompt", "messages", "conversations") if name in values)
+    messages += _messages(column, values[column])
+    first = len(messages) if column == "prompt" else 0
+    if column == "prompt":
+        messages += _messages(answer, values.get(answer))
+    return Chat(messages, tools, first, _template_options(values), silenced(messages, first))
 
 
-def template_options(values: Mapping[str, Any]) -> dict[str, Any]:
+def _template_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The record's ``chat_template_kwargs``, an object or the JSON of one; raises BadRecord."""
     name, options = "chat_template_kwargs", values.get("chat_template_kwargs") or {}
     with contextlib.suppress(ValueError):

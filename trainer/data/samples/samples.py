@@ -23,7 +23,6 @@ from shardwright.data.samples.chat import (
     Template,
     chat_of,
     past_turns,
-    template_options,
     with_beginning,
     with_prompt,
 )
@@ -228,19 +227,17 @@ class Encoder:
         for name in ("instruction", "output", "input", "system"):
             if not isinstance(values.get(name, ""), str):
                 raise BadRecord(name, f"a {type(values[name]).__name__}, not text")
-        history = past_turns(values.get("history"))
         if not self.tokenizer.chat_template:
-            if history:
+            if values.get("history"):
                 raise BadRecord("history", "earlier turns, and the tokenizer has no chat template to write them")
             _leave(values, unread, "chat_template_kwargs")
             form = _INSTRUCTION_INPUT if values.get("input") else _INSTRUCTION
             system = f"{values['system']}\n\n" if values.get("system") else ""
             return self._completion(system + form.format(**values), values["output"])
         asked = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
-        system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-        asking = [*system, *history, {"role": "user", "content": asked}]
-        messages = [*asking, {"role": ASSISTANT, "content": values["output"]}]
-        return self._chat(Chat(messages, first=len(asking), options=template_options(values)), unread)
+        prompt = [*past_turns(values.get("history")), {"role": "user", "content": asked}]
+        completion = [{"role": ASSISTANT, "content": values["output"]}]
+        return self._chat(chat_of({**values, "prompt": prompt, "completion": completion}), unread)
 
     def _chat(self, chat: Chat, unread: Counter[str]) -> Draft:
         template = self.template = self.template or Template(self.tokenizer, self.stops)

@@ -33,9 +33,10 @@ class TemplateForms:
         """The call. APIs write its arguments as a string of JSON, and most templates take an object."""
         inner = call.get("function", call)
         given = inner.get("arguments") if isinstance(inner, dict) else None
-        if isinstance(given, dict if self.json else str):
-            made = json.dumps(given, ensure_ascii=False) if self.json else json.loads(given)
-            inner = {**inner, "arguments": made}
+        if self.json and isinstance(given, dict):
+            inner = {**inner, "arguments": json.dumps(given, ensure_ascii=False)}
+        elif not self.json and isinstance(given, str):
+            inner = {**inner, "arguments": json.loads(given)}
         return {**call, "function": inner} if "function" in call else inner
 
 
