@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import operator
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ import trl
 from shardwright.data.records.fields import unread_columns, unread_of
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.samples import Encoder
+from shardwright.errors import UserError
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.pairs import PAIRS
 from shardwright.objectives.sft import SHAPES
@@ -144,6 +148,32 @@ def test_a_field_is_named_as_not_read_if_and_only_if_tokens_and_labels_are_the_s
     tried, wrong = disagreements(template, RENDERED)
     assert not wrong
     assert tried > 10 or template in {"parting", "deepseek_r1_distill", "deepseekv3"}, "whose beginnings part"
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*place, key)
+        yield from places(inner, (*place, key))
+
+
+ODD = [None, "", 0, True, -1, 1.5, [], {}, [1], [None], [{}], [["a", "b"]], {"a": None}, "null", '{"a": "\\ud800"}']
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked", "qwen3", "llama3_1", "smolvlm", "gptoss", None])
+def test_whatever_stands_in_a_field_makes_a_sample_or_a_bad_record(template: str | None) -> None:
+    tokenizer, draw = byte_tokenizer(template and TEMPLATES[template], "<|im_end|>"), random.Random(template)
+    made_of = Counter[bool]()
+    for _ in range(150):
+        shape, record = copy.deepcopy(RECORDS[draw.choice([*RECORDS])])
+        for _ in range(draw.randint(1, 2)):
+            *above, last = draw.choice([*places(record)])
+            functools.reduce(operator.getitem, above, record)[last] = copy.deepcopy(draw.choice(ODD))
+        try:
+            made(tokenizer, shape, record)
+            made_of[True] += 1
+        except (BadRecord, UserError):
+            made_of[False] += 1
+    assert min(made_of[True], made_of[False]) > 10
 
 
 def test_a_column_of_records_without_messages_is_named_if_and_only_if_it_has_no_effect() -> None:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.records.document_stream import DocumentStream, find_stream
+from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.documents import TRAIN, find_documents
 from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
@@ -359,21 +359,22 @@ def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTraine
         Template(tokenizer, frozenset())
 
 
-def first_texts(stream: DocumentStream) -> list[str]:
-    return [text for _, text in itertools.islice(stream.documents(), LOOKED_AT) if text]
+def first_texts(stream: DocumentStream) -> Iterator[str | None]:
+    return (text for _, text in itertools.islice(stream.documents(), LOOKED_AT))
 
 
 def check_special_names(
-    options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None, texts: Sequence[str]
+    options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str | None]
 ) -> None:
     """Refuse texts of which most hold a special token's name, unless the options say what it shall be."""
     if tokenizer is None or not shape.is_text or options.samples.split_special_tokens is not None:
         return
-    found = [match for text in texts if (match := special_name(tokenizer, text))]
-    if 2 * len(found) > len(texts):
+    filled = [text for text in texts if text and has_text(text)]
+    found = [match for text in filled if (match := special_name(tokenizer, text))]
+    if 2 * len(found) > len(filled):
         raise UserError(
             asked=f"{options.dataset}: the texts in its column {shape.required[0]!r}",
-            found=f"{len(found)} of the first {len(texts)} hold the name of a special token, such as {found[0]!r}",
+            found=f"{len(found)} of the first {len(filled)} hold the name of a special token, such as {found[0]!r}",
             why="they may be chats that a template wrote, or texts about tokens, in which names are letters",
             instead="--split_special_tokens false, where each name shall be that token; --split_special_tokens true, "
             "where it shall be letters; or the chats themselves, as `messages`, of which the answers alone are trained",

@@ -277,6 +277,9 @@ class Template:
     def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
         try:
             options = {**chat.options, "tokenize": False, **options}
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+            made: Any = self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+            if isinstance(made, str):
+                made.encode()  # JSON within a string may hold half a character
+            return made
         except Exception as error:  # of many types: the template raises its own, or misses a value
             raise BadRecord("messages", f"the chat template says: {type(error).__name__}: {error}") from error
