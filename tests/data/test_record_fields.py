@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Image, IterableDataset
 
 from shardwright.data.audit import Audit, audit
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
@@ -113,6 +113,21 @@ def test_a_column_that_would_make_another_sample_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=r"row 1, " + words):
         loaded(tmp_path, str(write_records(tmp_path / "x.jsonl", [record] * 2)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pictures_of_a_dataset_are_refused_or_named_and_none_is_decoded(tmp_path: Path, streaming: bool) -> None:
+    broken = [{"bytes": b"no picture", "path": None}] * 60
+    for name in ("image", "photo"):
+        records = Dataset.from_dict({"prompt": ["a"] * 60, "completion": [f"{i}" for i in range(60)], name: broken})
+        dataset = records.cast_column(name, Image())
+        dataset = dataset.to_iterable_dataset() if streaming else dataset
+        if name == "photo":
+            notes = loaded(tmp_path, dataset, streaming=streaming).notes
+            assert any(re.search(r"not read: photo \(.*, \d+\)", note) for note in notes), notes
+        else:
+            with pytest.raises(UserError, match=r"the column image \(Image\)"):
+                loaded(tmp_path, dataset, streaming=streaming)
 
 
 def test_earlier_turns_of_an_instruction_are_seen_and_not_scored() -> None:

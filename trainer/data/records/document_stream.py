@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset
+from datasets.features.features import require_decoding  # semi-private: datasets 5.2
 
 from shardwright.data.records import record_sources as sources
 from shardwright.data.records.fields import unread_columns, unread_features
@@ -176,8 +177,9 @@ def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordSh
     shape, unread = recognise_splits(features, where.asked, reads), Unread(where.asked, "error")
 
     def stream(split: IterableDataset, known: Mapping[str, Any], side: int) -> DocumentStream:
-        columns = split.select_columns(shape.required[0]) if shape.is_text else split
-        others = unread_features(known, shape)
+        hidden = {n: f for n, f in known.items() if n not in shape.columns and (shape.is_text or require_decoding(f))}
+        columns = split.select_columns([name for name in known if name not in hidden]) if hidden else split
+        others = unread_features(hidden, shape)
 
         def read(part: int, document: int) -> Iterator[Keyed]:
             # `skip` is exact in every kind of file, and drops whole Arrow tables without converting them
@@ -185,7 +187,7 @@ def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordSh
             try:
                 for number, record in enumerate(records, start=document + 1):
                     text = shape.document(record, typed=split.features is not None)
-                    unread.count(f"{side}/{part}", number, others if shape.is_text else unread_columns(record, shape))
+                    unread.count(f"{side}/{part}", number, [*others, *unread_columns(record, shape)])
                     yield text or "", text
             except UnicodeDecodeError as error:
                 raise sources.not_utf8(where, error) from error
