@@ -89,15 +89,18 @@ RENDERED = ["plain", "turns", "tools", "conversations", "completion of messages"
 OBEYED = {"messages.weight", "messages.train"}  # a loss where there is one, and none where there is none
 
 
-def made(tokenizer: Any, shape: RecordShape, record: dict[str, Any]) -> tuple[Any, Counter[str]]:
-    """The record's tokens and labels, and how often each of its fields was not read."""
-
+def encoder_of(template: str | None, shape: RecordShape) -> Encoder:
     def bad(number: int, bad: BadRecord) -> None:
         raise bad
 
-    encoder = Encoder(tokenizer, shape, Counter(), bad)
-    ((_, group),) = encoder([str(shape.document(record, typed=False))])
-    unread = Counter(name.partition(" (")[0] for name in unread_columns(record, shape))
+    tokenizer = byte_tokenizer(template and TEMPLATES[template], "<|im_end|>")
+    return Encoder(tokenizer, shape, Counter(), bad)
+
+
+def made(encoder: Encoder, record: dict[str, Any]) -> tuple[Any, Counter[str]]:
+    """The record's tokens and labels, and how often each of its fields was not read."""
+    ((_, group),) = encoder([str(encoder.shape.document(record, typed=False))])
+    unread = Counter(name.partition(" (")[0] for name in unread_columns(record, encoder.shape))
     for sample in group:
         for name, count in unread_of(sample.counts):
             unread[name.partition(" (")[0]] += count
@@ -124,18 +127,19 @@ def drops(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
     """(fields dropped, those that are not named and make no difference, or are and do)."""
-    tokenizer, tried, wrong = byte_tokenizer(TEMPLATES[template], "<|im_end|>"), 0, []
+    tried, wrong = 0, []
     for kind in kinds:
         shape, record = RECORDS[kind]
+        encoder = encoder_of(template, shape)
         try:
-            whole, unread = made(tokenizer, shape, record)
+            whole, unread = made(encoder, record)
         except BadRecord:
             continue  # the template refuses it, which is said
         same = Counter[str]()
         for name, without in drops(record):
             tried, same[name] = tried + 1, same[name]
             with contextlib.suppress(BadRecord):
-                same[name] += made(tokenizer, shape, without)[0] == whole
+                same[name] += made(encoder, without)[0] == whole
         for name, count in same.items():
             found = unread[name] or unread[name.partition(".")[0]]
             if name not in OBEYED and (bool(found) != bool(count) if shape is PAIRS else found != count):
@@ -161,15 +165,14 @@ ODD = [None, "", 0, True, -1, 1.5, [], {}, [1], [None], [{}], [["a", "b"]], {"a"
 
 @pytest.mark.parametrize("template", ["chatml", "marked", "qwen3", "llama3_1", "smolvlm", "gptoss", None])
 def test_whatever_stands_in_a_field_makes_a_sample_or_a_bad_record(template: str | None) -> None:
-    tokenizer, draw = byte_tokenizer(template and TEMPLATES[template], "<|im_end|>"), random.Random(template)
-    made_of = Counter[bool]()
+    draw, made_of = random.Random(template), Counter[bool]()
     for _ in range(150):
         shape, record = copy.deepcopy(RECORDS[draw.choice([*RECORDS])])
         for _ in range(draw.randint(1, 2)):
             *above, last = draw.choice([*places(record)])
             functools.reduce(operator.getitem, above, record)[last] = copy.deepcopy(draw.choice(ODD))
         try:
-            made(tokenizer, shape, record)
+            made(encoder_of(template, shape), record)
             made_of[True] += 1
         except (BadRecord, UserError):
             made_of[False] += 1
