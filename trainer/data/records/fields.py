@@ -7,9 +7,8 @@ from typing import Any
 from shardwright.objectives.objective import MEDIA, RecordShape
 
 NOT_READ = "not read "  # in a tally: not read NAME (TYPE) → how often it was met
-SAYS = frozenset(
-    ("reasoning", "reasoning_content", "thinking", "tool_calls", "function_call")
-)  # beside a turn's content
+# keys of a turn beside its content
+SAYS = frozenset({"reasoning", "reasoning_content", "thinking", "tool_calls", "function_call"})
 # fields that say what is learned, or that the model is to see: without them something else is trained
 _MEANT = SAYS.union(
     (*MEDIA, "content", "tools", "system", "history", "documents"),

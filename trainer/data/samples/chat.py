@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.records.fields import SAYS, is_empty
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.masks import silenced
-from shardwright.data.samples.template_forms import TemplateForms, forms_of
+from shardwright.data.samples.template_forms import TemplateForms
 from shardwright.errors import UserError
 
 Message = dict[str, Any]
@@ -204,7 +204,7 @@ class Template:
         """The chat in the forms that the template takes."""
         key = chat.tools is None
         if key not in self._forms:
-            self._forms[key] = forms_of(lambda messages: self.whole(replace(chat, messages=messages, options={})))
+            self._forms[key] = TemplateForms(lambda made: self.whole(replace(chat, messages=made, options={})))
         return replace(chat, messages=[self._forms[key].message(message) for message in chat.messages])
 
     def whole(self, chat: Chat) -> str:
