@@ -142,6 +142,7 @@ def test_pairs_are_looked_for_where_they_are_asked_for_alone(tmp_path: Path) -> 
         ({"objective": "orpo", "train_on_prompt": True}, "--train_on_prompt True with the objective orpo"),
         ({"objective": "orpo", "overflow": "split"}, "--overflow split with the objective orpo"),
         ({"objective": "ipo", "text_column": "text"}, "--text_column text with the objective ipo"),
+        ({"objective": "ipo", "split_special_tokens": False}, "--split_special_tokens False with the objective ipo"),
     ],
 )
 def test_what_an_objective_cannot_be_combined_with_is_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -39,12 +39,18 @@ def raising(number: int, bad: BadRecord) -> None:
     raise bad
 
 
-def encode(record: dict[str, Any], template: str | None = CHATML, eos: str = "<|im_end|>", **options: Any) -> Any:
+def encode(
+    record: dict[str, Any],
+    template: str | None = CHATML,
+    eos: str = "<|im_end|>",
+    typed: bool = True,
+    **options: Any,
+) -> Any:
     """(tokenizer, sample, tally) of a record of the shape that its columns say."""
     shape = next(shape for shape in SHAPES if all(name in record for name in shape.required))
     tokenizer, tally = byte_tokenizer(template, eos), Counter[str]()
     encoder = Encoder(tokenizer, shape, tally, raising, **options)
-    document = shape.document(record)
+    document = shape.document(record, typed)
     ((_, (sample,)),) = encoder([document])
     return tokenizer, sample, tally
 

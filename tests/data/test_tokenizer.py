@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ KINDS: dict[str, Callable[[Path], PreTrainedTokenizerBase]] = {
 def test_special_words_in_a_text_stay_text_and_ordinary_text_has_the_tokens_it_had(tmp_path: Path, kind: str) -> None:
     tokenizer = KINDS[kind](tmp_path)
     texts = [TEXTS[3], ODD, f"{tokenizer.eos_token} <|turn|>", *TEXTS[5:9], "a" + tokenizer.eos_token]
-    found = plain_tokens(tokenizer, texts)
+    found = plain_tokens(tokenizer, texts, Counter())
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()} - {tokenizer.unk_token_id}
     assert tokenizer.eos_token_id in special
     assert not special & {token for tokens in found for token in tokens}
@@ -74,7 +75,7 @@ def test_special_words_in_a_text_stay_text_and_ordinary_text_has_the_tokens_it_h
 def test_a_word_that_can_be_said_in_no_other_tokens_is_refused() -> None:
     tokenizer = fast(WordLevel({"?": 0, "!": 1}, unk_token="?"), WhitespaceSplit(), eos_token="!", unk_token="?")
     with pytest.raises(UserError, match="holds the word '!', a special token"):
-        plain_tokens(tokenizer, ["so !"])
+        plain_tokens(tokenizer, ["so !"], Counter())
 
 
 def test_a_token_beyond_the_embedding_is_refused_however_few_tokens_there_are() -> None:

@@ -142,7 +142,7 @@ BAD = {
     "empty file": (lambda d: written(d / "x.txt", b""), "an empty file"),
     "empty folder": (lambda d: written(d / "none" / ".keep", b"").parent, "nothing in any file that ends in"),
     "blank": (lambda d: written(d / "x.txt", b"\n \n"), "0 documents with text"),
-    "one document": (lambda d: write_jsonl(d / "x.jsonl", ["alone"]), "1 document with text"),
+    "one short document": (lambda d: write_jsonl(d / "x.jsonl", ["alone"]), "1 train documents of 2 tokens in all"),
     "not UTF-8": (lambda d: written(d / "x.txt", b"caf\xe9\n" * 99), r"UnicodeDecodeError.*0xe9"),
     "one record not UTF-8": (lambda d: one_bad_record(d / "x.jsonl"), r"x\.jsonl, row 8: .*(UTF-?8|utf-8)"),
     "one record of Parquet not UTF-8": (

@@ -35,6 +35,11 @@ class DataArguments(Checked):
     train_on_prompt: bool = option(
         False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
     )
+    split_special_tokens: bool | None = option(
+        None,
+        "Names of special tokens that stand in plain text, such as <|im_start|>, are letters (`true`) or these tokens "
+        "(`false`). Default: letters, and refused where most texts hold one.",
+    )
     packing: bool = option(
         True,
         "Samples share rows. `false`: each has its own, also each text, and a batch is as long as its longest, to a "

@@ -77,6 +77,7 @@ class TrainingArguments(
         self.check_adapter()
         self.check_objective()
         given = {name: getattr(self, name) for name in ("text_column", "train_on_prompt", "streaming")}
+        given["split_special_tokens"] = None if self.split_special_tokens is None else str(self.split_special_tokens)
         self.check_beside(**given, overflow=self.overflow == "split" and "split")
         self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart
         sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.corpus import DataOptions, check_samples
+from shardwright.data.corpus import DataOptions, check_samples, check_special_names, first_texts
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
+from shardwright.data.records.fields import is_meant, unread_of
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.mixture import BLOCK, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
@@ -32,6 +33,7 @@ WRONG = {
     "unscored": "no token of the sample is trained on",
     "no stop token": "a turn behind which the template writes no token that ends a generation",
     "unknown role": "a role that chat templates don't know",
+    "lost": "a field that says what to learn, or that the model is to see, has no effect",
     "too long": "longer than a row, with --overflow error",
     "nothing": "nothing to train on",
 }
@@ -40,6 +42,8 @@ SAID = {
     "dropped": "longer than a row: dropped by --overflow",
     "left out": "a bad row, by --on_bad_row skip",
     "no text": "nothing stands in it",
+    "not read": "a field without effect on tokens or labels",
+    "special name": "texts that hold the name of a special token, spelt as letters",
     "merged": "the prompt's last token runs on into the completion, and is scored",
     "duplicate": "the very tokens of an earlier sample",
     "held out too": "the very tokens of a sample that is trained on",
@@ -117,6 +121,8 @@ class _Auditor:
                 self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
             elif name == "merged" and count:
                 self.note("merged", place)
+        for name, _ in unread_of(sample.counts):
+            self.note("lost" if is_meant(name) else "not read", place, name)
         self._keep(place, sample, kept)
 
     def _keep(self, place: str, sample: Sample, kept: Sequence[Sample]) -> None:
@@ -161,6 +167,8 @@ class _Auditor:
         add_group(stream.parts)
         if not heldout and not self.source.tally["scored"]:
             self.note("nothing", self.source.name, "no scored token in any record")
+        if count := self.source.tally["special names"]:
+            self.note("special name", self.source.name, f"in {count:,} texts")
 
     def _adder(self, shape: RecordShape) -> tuple[Callable[[list[str]], object], int]:
         """The function that takes a group of documents, and the size of a group."""
@@ -173,7 +181,8 @@ class _Auditor:
             self.source.tally = packer.tally
             return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
         tally = self.source.tally
-        encoder = Encoder(self.tokenizer, shape, tally, self.bad, train_on_prompt=True)
+        parse = options.samples.split_special_tokens is False
+        encoder = Encoder(self.tokenizer, shape, tally, self.bad, train_on_prompt=True, parse=parse)
 
         def add(texts: list[str]) -> None:
             """Joined texts fill every row, and every token is scored."""
@@ -203,10 +212,15 @@ def audit(
     for name, heldout, share in asked:
         stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)
+        check_special_names(options, stream.shape, tokenizer, first_texts(stream))
         auditor.prefix = f"{name}: " if len(asked) > 1 else ""
         auditor.audit(stream, heldout, share, None if heldout else options.max_samples)
         if stream.heldout is not None and not options.eval_dataset:
             auditor.audit(stream.heldout, True, share, None)
+        for column, count in stream.unread.columns.items():
+            auditor.note(
+                "lost" if is_meant(column) else "not read", f"column {column}", f"in {count:,} records of {name}"
+            )
         unreadable = "left out" if options.samples.on_bad_row == "skip" else "unreadable"
         for place, why in stream.unread.places.items():
             auditor.note(unreadable, auditor.prefix + place, why)

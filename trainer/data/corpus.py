@@ -7,8 +7,9 @@ Shape legend: S tokens in a row (``sequence_length``).
 """
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +22,11 @@ import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.records.document_stream import find_stream
+from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.documents import TRAIN, find_documents
+from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
+from shardwright.data.records.records import LOOKED_AT
 from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
 from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
@@ -32,14 +35,21 @@ from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
 from shardwright.data.samples.chat import Template
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.data.samples.tally import notes, unread_notes
-from shardwright.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
+from shardwright.data.tokenizer import (
+    check_tokenizer,
+    check_vocabulary,
+    special_name,
+    tokenizer_fingerprint,
+    trained_tokenizer,
+)
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
 from shardwright.files.scratch import scratch_folder
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
-CACHE_FORMAT = 2  # part of every cache key: raise it when cached data changes meaning
+CACHE_FORMAT = 3  # part of every cache key: raise it when cached data changes meaning
+STREAM_FORMAT = 2  # part of a streamed text's name in cursors, so that older checkpoints go on; samples have the above
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,10 @@ def _stored_corpus(
 
         @functools.cache  # the documents are read once, and only if something is not in the cache
         def split() -> dict[str, Dataset]:
-            return split_documents(documents, scratch / "documents", options.heldout_fraction)
+            splits = split_documents(documents, scratch / "documents", options.heldout_fraction)
+            first = splits[TRAIN].take(min(LOOKED_AT, len(splits[TRAIN])))
+            check_special_names(options, documents.shape, tokenizer, first["text"])
+            return splits
 
         if tokenizer is None:
             folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__])
@@ -184,7 +197,10 @@ def _stored_corpus(
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
     train, *held = rows.values()
-    return Corpus(train, held[0], tokenizer, packing.notes(tally), _named(options, held))
+    notes = packing.notes(tally)
+    if held[0].fingerprint == train.fingerprint:
+        notes += ("the only text there is: it is trained on and evaluated on",)
+    return Corpus(train, held[0], tokenizer, notes, _named(options, held))
 
 
 def load_rows_of(
@@ -219,6 +235,7 @@ def _streamed_corpus(
     if sets:
         stream = replace(sets[0], identity="; ".join(each.identity for each in sets))
     check_samples(options, stream.shape, tokenizer)
+    check_special_names(options, stream.shape, tokenizer, first_texts(stream))
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
         folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])
@@ -230,11 +247,13 @@ def _streamed_corpus(
     held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
     first, length, _, *samples = packing.key
     # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
-    key = [CACHE_FORMAT, first, length, packing.new_packer().columns, *samples]
+    key = [STREAM_FORMAT, first, length, packing.new_packer().columns, *samples]
     key += [options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
-    return Corpus(rows, heldout, tokenizer, packing.notes(heldout.tally), _named(options, held))
+    next(stream.documents(), None)  # its columns, if all that was read so far are held out
+    notes = packing.notes(Counter(heldout.tally) + counted(stream.unread.columns))
+    return Corpus(rows, heldout, tokenizer, notes, _named(options, held))
 
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
@@ -283,7 +302,8 @@ class _Packing:
         length, isolate = options.sequence_length, options.isolate_documents
         if options.makes_samples(self.shape):
             return SamplePacker(self.tokenizer, self.shape, length, options.samples, isolate, self._place_of)
-        return Packer(self.tokenizer, length, isolate, options.labels)
+        parse = options.samples.split_special_tokens is False
+        return Packer(self.tokenizer, length, isolate, options.labels, parse)
 
     def _place_of(self, document: str) -> str:
         asked = [self.options.dataset, *self.options.eval_dataset.values()]
@@ -296,12 +316,18 @@ class _Packing:
         options, samples, tokenizer = self.options, self.options.samples, self.tokenizer
         key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
         if options.makes_samples(self.shape):
-            key += [self.shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
+            key += [
+                self.shape.name,
+                CACHE_FORMAT,
+                tokenizer.chat_template,
+                tokenizer.pad_token_id,
+                transformers.__version__,
+            ]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
         elif options.labels:
             key += ["labels"]
-        return key
+        return [*key, "parsed"] if samples.split_special_tokens is False else key
 
     def notes(self, tally: Mapping[str, int]) -> tuple[str, ...]:
         if not self.options.makes_samples(self.shape):
@@ -331,3 +357,25 @@ def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTraine
         )
     if shape.is_chat and tokenizer is not None:
         Template(tokenizer, frozenset())
+
+
+def first_texts(stream: DocumentStream) -> Iterator[str | None]:
+    return (text for _, text in itertools.islice(stream.documents(), LOOKED_AT))
+
+
+def check_special_names(
+    options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str | None]
+) -> None:
+    """Refuse texts of which most hold a special token's name, unless the options say what it shall be."""
+    if tokenizer is None or not shape.is_text or options.samples.split_special_tokens is not None:
+        return
+    filled = [text for text in texts if text and has_text(text)]
+    found = [match for text in filled if (match := special_name(tokenizer, text))]
+    if 2 * len(found) > len(filled):
+        raise UserError(
+            asked=f"{options.dataset}: the texts in its column {shape.required[0]!r}",
+            found=f"{len(found)} of the first {len(filled)} hold the name of a special token, such as {found[0]!r}",
+            why="they may be chats that a template wrote, or texts about tokens, in which names are letters",
+            instead="--split_special_tokens false, where each name shall be that token; --split_special_tokens true, "
+            "where it shall be letters; or the chats themselves, as `messages`, of which the answers alone are trained",
+        )

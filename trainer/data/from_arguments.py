@@ -77,6 +77,7 @@ def data_options(
             args.packing,
             on_bad_row=args.on_bad_row,
             stops=stops,
+            split_special_tokens=args.split_special_tokens,
             groups=args.goal.groups,
         ),
     )

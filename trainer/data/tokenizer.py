@@ -1,6 +1,7 @@
 """The tokenizer: opened by its name or trained on the documents, and checked before any data is read."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -102,12 +103,17 @@ def trained_tokenizer(
     return cached(folder, scratch, build=build, load=load)
 
 
-def plain_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each text, none of them special: a ``<|endoftext|>`` written in it stays text.
+def plain_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tally: Counter[str], parse: bool = False
+) -> list[list[int]]:
+    """The tokens of each text, none of them special: a ``<|endoftext|>`` written in it stays text, and is counted.
 
-    Raises UserError if the tokenizer has no other token for such a word.
+    ``parse``: it is that token instead. Raises UserError if the tokenizer has no other token for such a word.
     """
     special, found = special_ids(tokenizer), _tokenise(tokenizer, texts)
+    if parse:
+        return found
+    tally["special names"] += sum(not special.isdisjoint(tokens) for tokens in found)
     return [
         tokens if special.isdisjoint(tokens) else _spelt_out(tokenizer, text, special)
         for text, tokens in zip(texts, found, strict=True)
@@ -117,6 +123,12 @@ def plain_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> list[list[int]]:
     # verbose=False: no warning that a document is longer than the model's context; rows never are
     return tokenizer(list(texts), add_special_tokens=False, verbose=False, **options)["input_ids"] if texts else []
+
+
+def special_name(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    """The first name of a special token in the text, if one stands there."""
+    words = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))
+    return next((word for word in words if word in text), None)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -17,6 +17,11 @@ _LOSS_OF_ITS_OWN = {
     "compute_metrics": "it is given tokens and their targets, and an evaluation adds up what the objective counts",
     "predict": "it tells of each token what the model says, and the objective is on no single tokens",
 }
+# columns of refused records: what the model would see beside the text, and whether an answer is a good one (KTO)
+MEDIA = ("image", "images", "audio", "audios", "video", "videos", "pixel_values")
+KTO = ("label", "kto_tag")
+_NULLS_ARE_VALUES = ("arguments", "tools", "chat_template_kwargs")
+LOST_NULLS = "nulls within tools or arguments"  # in a record's string: how many may have been values
 _REFERENCE = {
     "streaming": "what the starting weights say of each row is stored beside it, and of a stream no rows are stored"
 }
@@ -34,6 +39,11 @@ class RecordShape:
     answers: tuple[str, ...] = ()
     unit: str = "sample"  # the word for one of it
     words: str = ""  # the columns as an error names them; empty: the required ones
+    refused: tuple[str, ...] = ()  # columns that may tell that a record is of another kind
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional, *self.refused)
 
     @property
     def is_text(self) -> bool:
@@ -44,12 +54,17 @@ class RecordShape:
     def is_chat(self) -> bool:
         return self.name in ("messages", "conversations")
 
-    def document(self, record: Mapping[str, Any]) -> str | None:
-        """The record as one string; None for a text record without text."""
+    def document(self, record: Mapping[str, Any], typed: bool = True) -> str | None:
+        """The record as one string; None for a text record without text.
+
+        ``typed``: columns have types, so that a null within tools or their arguments may be a key of another record.
+        """
         if self.is_text:
             return record[self.required[0]]
-        values = {name: _without_nulls(record.get(name)) for name in (*self.required, *self.optional)}
-        values = {name: value for name, value in values.items() if value is not None}
+        lost: list[str] = []
+        values = _without_nulls({name: record.get(name) for name in self.columns}, lost if typed else None)
+        if lost:
+            values[LOST_NULLS] = len(lost)
         return json.dumps(values, ensure_ascii=False, default=str)
 
 
@@ -57,11 +72,20 @@ def text_shape(column: str = "text") -> RecordShape:
     return RecordShape("text", (column,))
 
 
-def _without_nulls(value: Any) -> Any:
-    """``value`` without keys that are null: Arrow gives every message the keys of all others."""
+def _without_nulls(value: Any, lost: list[str] | None, within: bool = False) -> Any:
+    """``value`` without keys that are null: Arrow gives every message the keys of all others.
+
+    ``within``: they are values, and stay; but for a ``lost`` that gets them, where they may be Arrow's.
+    """
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+        if lost is not None and within:
+            lost += [key for key, inner in value.items() if inner is None]
+        return {
+            key: _without_nulls(inner, lost, within or key in _NULLS_ARE_VALUES)
+            for key, inner in value.items()
+            if inner is not None or (within and lost is None)
+        }
+    return [_without_nulls(inner, lost, within) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,18 @@ Shape legend: B rows, S tokens in a row, V vocabulary, P pairs in a row at most.
 from collections.abc import Mapping
 from typing import ClassVar
 
-from shardwright.objectives.objective import Batch, Number, Objective, RecordShape, Tensor
+from shardwright.objectives.objective import MEDIA, Batch, Number, Objective, RecordShape, Tensor
 
 _TOKENS_A_PAIR, _MOST_PAIRS = 16, 64
 PAIRS = RecordShape(
     "chosen/rejected",
     ("chosen", "rejected"),
-    ("prompt", "tools"),
+    ("prompt", "tools", "chat_template_kwargs"),
     trained="the chosen answer against the rejected",
     answers=("chosen", "rejected"),
     unit="pair",
     words="prompt, chosen and rejected, the answers as strings or as messages",
+    refused=MEDIA,
 )
 BETA = Number(
     0.1,
@@ -48,6 +49,7 @@ class PairObjective(Objective):
     )
     refuses: ClassVar = {
         "text_column": "plain text has no two answers",
+        "split_special_tokens": "answers are taken as the tokenizer takes them, and only plain text is ever spelt out",
         "train_on_prompt": "both answers have the same prompt, which says nothing of which is preferred",
         "overflow": "a part of an answer is preferred to nothing",
     }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset
+from datasets.features.features import require_decoding  # semi-private: datasets 5.2
 
 from shardwright.data.records import record_sources as sources
+from shardwright.data.records.fields import unread_columns, unread_features
 from shardwright.data.records.files import Unreadable
 from shardwright.data.records.record_sources import AnyDataset, Files, HeldRecords, HubDataset
 from shardwright.data.records.records import columns_of, open_records, shape_of_files, texts_of_file
@@ -171,17 +173,21 @@ def _line_groups(path: Path, unread: Unread) -> Iterator[str]:
 def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordShape]) -> DocumentStream:
     splits, identity = open_records(where)
     chosen = [splits[name] for name in sources.pick_splits(splits, where.asked)]
-    shape = recognise_splits((columns_of(where, split) for split in chosen), where.asked, reads)
+    features = [columns_of(where, split) for split in chosen]
+    shape, unread = recognise_splits(features, where.asked, reads), Unread(where.asked, "error")
 
-    def stream(split: IterableDataset) -> DocumentStream:
-        columns = split.select_columns(shape.required[0]) if shape.is_text else split
+    def stream(split: IterableDataset, known: Mapping[str, Any], side: int) -> DocumentStream:
+        hidden = {n: f for n, f in known.items() if n not in shape.columns and (shape.is_text or require_decoding(f))}
+        columns = split.select_columns([name for name in known if name not in hidden]) if hidden else split
+        others = unread_features(hidden, shape)
 
         def read(part: int, document: int) -> Iterator[Keyed]:
             # `skip` is exact in every kind of file, and drops whole Arrow tables without converting them
             records: Any = columns.shard(split.num_shards, part).skip(document)
             try:
-                for record in records:
-                    text = shape.document(record)
+                for number, record in enumerate(records, start=document + 1):
+                    text = shape.document(record, typed=split.features is not None)
+                    unread.count(f"{side}/{part}", number, [*others, *unread_columns(record, shape)])
                     yield text or "", text
             except UnicodeDecodeError as error:
                 raise sources.not_utf8(where, error) from error
@@ -194,7 +200,7 @@ def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordSh
                 ) from error
 
         name = f"{identity}, {', '.join(shape.required)}"
-        return DocumentStream(where.asked, name, split.num_shards, read, shape)
+        return DocumentStream(where.asked, name, split.num_shards, read, shape, unread=unread)
 
-    train, *heldout = map(stream, chosen)
+    train, *heldout = map(stream, chosen, features, itertools.count())
     return replace(train, heldout=next(iter(heldout), None))

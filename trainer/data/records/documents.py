@@ -12,6 +12,7 @@ from datasets import Dataset, Features, Value
 
 from shardwright.data.records import record_sources as sources
 from shardwright.data.records.document_stream import DocumentStream, check_same, stream_of_files
+from shardwright.data.records.fields import unread_features
 from shardwright.data.records.record_sources import AnyDataset, Files, HeldRecords, HubDataset
 from shardwright.data.records.shapes import recognise_splits
 from shardwright.data.records.unreadable import Unread
@@ -107,7 +108,10 @@ def _documents_of_records(where: HubDataset | HeldRecords, reads: Sequence[Recor
     loaded = _loaded(where)
     chosen = [loaded[name] for name in sources.pick_splits(loaded.keys(), where.asked)]
     shape = recognise_splits((split.features for split in chosen), where.asked, reads)
-    columns = {*shape.required, *shape.optional}
+    columns, unread = {*shape.columns}, Unread(where.asked, "error")
+    for split in chosen:
+        full = {n: f for n, f in split.features.items() if split.data.column(n).null_count < split.data.num_rows}
+        unread.columns.update(dict.fromkeys(unread_features(full, shape), len(split)))
     splits = {
         name: split.select_columns([column for column in split.column_names if column in columns])
         for name, split in zip((TRAIN, HELDOUT), chosen, strict=False)
@@ -127,7 +131,7 @@ def _documents_of_records(where: HubDataset | HeldRecords, reads: Sequence[Recor
                     raise sources.not_utf8(where, error) from error
         return {name: _texts(split, shape, scratch / f"{name}.arrow") for name, split in splits.items()}
 
-    return Documents(where.asked, digest(key), shape, read, ())
+    return Documents(where.asked, digest(key), shape, read, (unread,))
 
 
 def _loaded(where: HubDataset | HeldRecords) -> Mapping[str, Dataset]:

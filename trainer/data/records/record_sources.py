@@ -94,7 +94,7 @@ def locate(dataset: AnyDataset) -> Place:
     Raises UserError if there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
     if isinstance(dataset, Dataset | IterableDataset):
-        return HeldRecords(f"a {type(dataset).__name__}", dataset)
+        return HeldRecords(f"a {type(dataset).__name__}", _unformatted(dataset))
     if dataset is None:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
@@ -112,6 +112,24 @@ def locate(dataset: AnyDataset) -> Place:
     place, _, configuration = dataset.partition(":")
     name, _, revision = place.partition("@")
     return HubDataset(asked, name, revision or None, configuration or None)
+
+
+def _unformatted(records: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """The records as Python's own values, of the columns that their format shows (``with_format``)."""
+    if isinstance(records, IterableDataset):
+        return records.with_format(None)
+    shown = records.format
+    if shown["type"] == "custom":
+        raise UserError(
+            asked="rows of a Dataset with a transform",
+            found="with_transform or set_transform, a function that is called whenever a record is looked at",
+            why="rows are stored, and their name in the cache does not know what it returns",
+            instead="dataset.map(the function)",
+        )
+    if shown["type"] is None and shown["columns"] == records.column_names:
+        return records
+    plain = records.with_format(None)
+    return plain if shown["output_all_columns"] else plain.select_columns(shown["columns"])
 
 
 def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:

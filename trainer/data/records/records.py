@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset, List, Value
 
+from shardwright.data.records.fields import unread_columns
 from shardwright.data.records.files import Unreadable, rows_of
 from shardwright.data.records.record_sources import (
     AnyDataset,
@@ -63,17 +64,19 @@ def texts_of_file(where: Files, name: str, shape: RecordShape, unread: Unread, s
         try:
             if isinstance(row, Unreadable):
                 raise row
-            yield None if row is None else _text_of(row, shape)
+            text = None if row is None else _text_of(row, shape, typed=where.kind in ("parquet", "arrow"))
+            unread.count(name, number, unread_columns(row or {}, shape))
+            yield text
         except Unreadable as why:
             unread(name, number, why)
             yield None
 
 
-def _text_of(row: Any, shape: RecordShape) -> str | None:
+def _text_of(row: Any, shape: RecordShape, typed: bool) -> str | None:
     """The row as one string. Raises Unreadable: it is no string, or can't be encoded as UTF-8."""
     if shape.is_text and shape.required[0] not in row:
         raise Unreadable(f"no column {shape.required[0]}")
-    text = shape.document(row)
+    text = shape.document(row, typed)
     if not isinstance(text, str | None):
         raise Unreadable(f"column {shape.required[0]}: a {type(text).__name__}, not text")
     try:

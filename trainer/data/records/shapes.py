@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datasets import Value
+from datasets.features.features import require_decoding  # semi-private: datasets 5.2
 
 from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
@@ -36,6 +37,7 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
     """
     for shape in reads:
         if all(_fits(name, columns.get(name)) for name in shape.required):
+            _check_media(columns, asked, shape)
             return shape
     if not any(shape.is_text for shape in reads):
         raise _unread(asked, f"the columns {', '.join(columns)}", reads)
@@ -51,6 +53,18 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
         why="there is no such column of text" if named else f"records have one of these sets of columns: {known}",
         instead="--text_column with the name of a column of strings",
     )
+
+
+def _check_media(columns: Mapping[str, Any], asked: str, shape: RecordShape) -> None:
+    """Refuse pictures, sound and video by the types of columns, before one is decoded."""
+    for name in shape.refused:
+        if name in columns and require_decoding(columns[name]):
+            raise UserError(
+                asked=f"{asked}: records with {', '.join(shape.required)}",
+                found=f"the column {name} ({type(columns[name]).__name__})",
+                why="it is for the model to see, and a run trains on text alone",
+                instead=f"records without it: dataset.remove_columns({name!r})",
+            )
 
 
 def recognise_splits(columns: Iterable[Mapping[str, Any]], asked: str, reads: Sequence[RecordShape]) -> RecordShape:

@@ -28,8 +28,8 @@ HELDOUT_ROWS = 512  # most held-out rows of a stream
 def split_documents(documents: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
     """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the named sets.
 
-    ``heldout_fraction`` is the share that is held out if nothing else is. Raises UserError if too few documents have
-    text in them, or they can't be read.
+    ``heldout_fraction`` is the share that is held out if nothing else is; a single text is on both sides. Raises
+    UserError if no document has text in it, or they can't be read.
     """
     given = dict(documents.read(scratch))
     train = given.pop(TRAIN)
@@ -42,14 +42,16 @@ def split_documents(documents: Documents, scratch: Path, heldout_fraction: float
     hashes_D = np.fromiter(hashes, dtype=np.int64, count=len(train))
     filled_D = hashes_D >= 0
     distinct = np.unique(hashes_D[filled_D])
-    if len(distinct) < (1 if given else 2):
+    if not len(distinct):
         raise UserError(
             asked=documents.asked,
-            found=f"{len(distinct)} document{'' if len(distinct) == 1 else 's'} with text in it",
-            why="some must be trained on and others held out",
+            found="0 documents with text in it",
+            why="there is nothing to train on",
             instead="a dataset with more documents",
         )
-    if not given:
+    if not given and len(distinct) == 1:
+        given = {HELDOUT: train.select(np.flatnonzero(filled_D))}  # to be learned by heart
+    elif not given:
         heldout_D = filled_D & (hashes_D <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
         given = {HELDOUT: train.select(np.flatnonzero(heldout_D))}
         filled_D &= ~heldout_D

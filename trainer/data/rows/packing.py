@@ -22,14 +22,23 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
 
 
 class AnyPacker(ABC):
-    """Documents → rows of S tokens. ``isolate``: they say which document each token belongs to."""
+    """Documents → rows of S tokens. ``isolate``: they say which document each token belongs to.
+
+    ``parse``: names of special tokens in texts are these tokens.
+    """
 
     groups = 1  # groups of documents packed in one call
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate: bool, labels: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        isolate: bool,
+        labels: bool = False,
+        parse: bool = False,
     ) -> None:
         self.tokenizer, self.length, self.isolate, self.labels = tokenizer, sequence_length, isolate, labels
+        self.parse = parse
         self.rest = np.empty(0, dtype=np.int32)  # tokens that wait for the next call
         self.tally: Counter[str] = Counter()  # counts so far; `shardwright.data.samples.tally.notes` has the words
 
@@ -50,11 +59,11 @@ class AnyPacker(ABC):
 class Packer(AnyPacker):
     """Documents of text → rows of S tokens: joined, and cut every S tokens; ``labels``: they have them, as samples do.
 
-    Tokens that do not fill a row wait in ``rest`` for the next call. Nothing is left out or cut, so nothing is counted.
+    Tokens that do not fill a row wait in ``rest`` for the next call.
     """
 
     def rows(self, documents: Sequence[str]) -> Columns:
-        tokens = plain_tokens(self.tokenizer, [text for text in documents if has_text(text)])
+        tokens = plain_tokens(self.tokenizer, [*filter(has_text, documents)], self.tally, self.parse)
         end = [self.tokenizer.eos_token_id]
         flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
         count = len(flat) // self.length

@@ -5,17 +5,22 @@ assistant, as a server would to get that turn, and again with the turn. Each mus
 tokens; the turn is the difference of the two.
 """
 
+import contextlib
+import inspect
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.records.fields import SAYS, is_empty
 from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples.masks import silenced
+from shardwright.data.samples.template_forms import TemplateForms
 from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 
@@ -29,16 +34,26 @@ ROLE_OF = {
     **dict.fromkeys(("function", "observation", "function_response"), "tool"),
 }
 _KEY_OF = {"from": "role", "value": "content"}
+# what a record may not set of the renderer's own arguments
+_OWN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. ``first``: the number of the first message that may be trained on."""
+    """A conversation.
+
+    Attributes:
+        first: the number of the first message that may be trained on.
+        options: values for the template (``chat_template_kwargs``).
+        silent: the numbers of the messages that say that they are not to be trained on.
+    """
 
     messages: list[Message]
     tools: list[Any] | None = None
     first: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    silent: frozenset[int] = frozenset()
 
     @property
     def turns(self) -> list[int]:
@@ -49,14 +64,55 @@ class Chat:
 def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
     """The chat in a record's ``messages``, ``conversations``, or ``prompt`` and ``answer``; raises BadRecord."""
     tools = _list("tools", values["tools"]) if values.get("tools") else None
-    if "prompt" in values:
-        prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", answer))
-        return Chat(prompt + completion, tools, len(prompt))
-    column = "messages" if "messages" in values else "conversations"
-    messages = _messages(column, values.get(column))
-    if isinstance(values.get("system"), str) and values["system"]:
-        messages = [{"role": "system", "content": values["system"]}, *messages]
-    return Chat(messages, tools)
+    system = values.get("system") or ""
+    if not isinstance(system, str):
+        raise BadRecord("system", f"a {type(system).__name__}, not text")
+    messages = [{"role": "system", "content": system}] if system else []
+    column = next(name for name in ("prompt", "messages", "conversations") if name in values)
+    messages += _messages(column, values[column])
+    first = len(messages) if column == "prompt" else 0
+    if column == "prompt":
+        messages += _messages(answer, values.get(answer))
+    return Chat(messages, tools, first, _template_options(values), silenced(messages, first))
+
+
+def _template_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The record's ``chat_template_kwargs``, an object or the JSON of one; raises BadRecord."""
+    name, options = "chat_template_kwargs", values.get("chat_template_kwargs") or {}
+    with contextlib.suppress(ValueError):
+        options = json.loads(options) if isinstance(options, str) else options
+    if not isinstance(options, dict):
+        raise BadRecord(name, f"a {type(options).__name__}, not an object")
+    if taken := sorted(_OWN & options.keys()):
+        raise BadRecord(name, f"{', '.join(taken)}, which a run says and no record")
+    return options
+
+
+def past_turns(history: Any) -> list[Message]:
+    """The messages of an instruction's ``history``, a list of what was asked and answered; raises BadRecord."""
+    turns = _list("history", history) if history else []
+    if any(not isinstance(turn, list) or [type(text) for text in turn] != [str, str] for turn in turns):
+        raise BadRecord("history", "something other than pairs of what was asked and what was answered")
+    return [
+        {"role": role, "content": text} for turn in turns for role, text in zip(("user", ASSISTANT), turn, strict=True)
+    ]
+
+
+def with_beginning(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
+    """A record of ``answers`` as strings, with a ``prompt``: its own, else their common beginning, as trl cuts it.
+
+    Raises BadRecord if nothing is common, or nothing follows it.
+    """
+    if values.get("prompt") is not None:
+        return dict(values)
+    same = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*map(values.get, answers), strict=False))
+    prompt = "".join(letters[0] for letters in same).removesuffix(" ")
+    if not prompt:
+        raise BadRecord("prompt", "none, and the answers have no common beginning")
+    rest = {name: values[name].removeprefix(prompt) for name in answers}
+    if not all(rest.values()):
+        raise BadRecord(answers[-1], f"no answer that differs from the {answers[0]} one behind what both begin with")
+    return {**values, "prompt": prompt, **rest}
 
 
 def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
@@ -106,24 +162,24 @@ def _message(column: str, number: int, value: Any) -> Message:
     if not isinstance(content, str | list | None):
         raise BadRecord(column, f"the content of message {number} ({role}) is a {type(content).__name__}, not text")
     empty = not parts if isinstance(content, list) else not (content or "").strip()
-    if empty and not message.get("tool_calls") and role in ("user", ASSISTANT):
+    if empty and all(is_empty(message.get(key)) for key in SAYS) and role in ("user", ASSISTANT):
         raise BadRecord(column, f"message {number} ({role}) is empty")
     if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(column, number, call) for call in _list(column, message["tool_calls"])]
+        message["tool_calls"] = _list(column, message["tool_calls"])
+        for call in message["tool_calls"]:
+            _check_call(column, number, call)
     return message
 
 
-def _tool_call(column: str, number: int, call: Any) -> dict[str, Any]:
-    """The call with its arguments as an object, as templates take them; APIs write them as a string of JSON."""
+def _check_call(column: str, number: int, call: Any) -> None:
     if not isinstance(call, dict):
         raise BadRecord(column, f"a tool call of message {number} is a {type(call).__name__}, not an object")
     inner = call.get("function", call)
     if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
         try:
-            inner = {**inner, "arguments": json.loads(inner["arguments"])}
+            json.loads(inner["arguments"])
         except ValueError as error:
             raise BadRecord(column, f"the arguments of a tool call of message {number} are no JSON: {error}") from error
-    return {**call, "function": inner} if "function" in call else inner
 
 
 class Template:
@@ -143,6 +199,17 @@ class Template:
                 "chat_template",
             )
         self.tokenizer, self.stops = tokenizer, stops
+        self._forms: dict[bool, TemplateForms] = {}  # a tokenizer may have a template of its own for tools
+
+    def prepared(self, chat: Chat) -> Chat:
+        """The chat in the forms that the template takes."""
+        key = chat.tools is None
+        if key not in self._forms:
+            self._forms[key] = TemplateForms(lambda made: self.whole(replace(chat, messages=made, options={})))
+        return replace(chat, messages=[self._forms[key].message(message) for message in chat.messages])
+
+    def whole(self, chat: Chat) -> str:
+        return self._apply(chat.messages, chat)
 
     def marked(self, chat: Chat) -> bool:
         """Whether the template itself marks the assistant's tokens."""
@@ -161,6 +228,10 @@ class Template:
         tokens, mask = made["input_ids"], np.array([0, *made["assistant_masks"], 0])
         edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2).tolist()
         return tokens, [(a, b + (b < len(tokens) and tokens[b] in self.stops)) for a, b in edges]
+
+    def asked(self, chat: Chat, turn: int) -> str:
+        """The whole, and the chat before a turn."""
+        return self.whole(chat) + (self.text(chat, turn) if turn else "")
 
     def text(self, chat: Chat, end: int) -> str:
         """The first ``end`` messages, rendered as a server does to get the next."""
@@ -211,6 +282,10 @@ class Template:
     def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
         try_template(self.tokenizer, messages, chat.tools)
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **{"tokenize": False, **options})
+            options = {**chat.options, "tokenize": False, **options}
+            made: Any = self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+            if isinstance(made, str):
+                made.encode()  # JSON within a string may hold half a character
+            return made
         except Exception as error:  # of many types: the template raises its own, or misses a value
             raise BadRecord("messages", f"the chat template says: {type(error).__name__}: {error}") from error

@@ -31,6 +31,9 @@ class SampleOptions:
     packing: bool = True  # several samples share a row; else each has its own
     on_bad_row: str = "error"  # or "skip": for records that can't become a sample
     stops: frozenset[int] = frozenset()  # tokens that end a generation, beside the tokenizer's end-of-text token
+    split_special_tokens: bool | None = (
+        None  # names of special tokens in texts are letters; False: tokens; None: letters
+    )
     groups: int | None = None  # the most records that share a row; None: as many as fit
 
 
@@ -65,7 +68,8 @@ class SamplePacker(AnyPacker):
     ) -> None:
         super().__init__(tokenizer, sequence_length, isolate, labels=True)
         self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
-        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
+        parse = options.split_special_tokens is False
+        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops, parse)
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     def rows(self, documents: Sequence[str]) -> Columns:

@@ -7,17 +7,30 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.records.fields import counted, is_empty, named
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.samples.chat import ROLES, Chat, Template, chat_of, with_prompt
+from shardwright.data.samples.ablation import unread_fields
+from shardwright.data.samples.chat import (
+    ASSISTANT,
+    ROLES,
+    Chat,
+    Template,
+    chat_of,
+    past_turns,
+    with_beginning,
+    with_prompt,
+)
+from shardwright.data.samples.masks import masked
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
-from shardwright.objectives.objective import RecordShape
+from shardwright.objectives.objective import KTO, LOST_NULLS, RecordShape
+from shardwright.objectives.sft import MASKS
 
 # prompts of instruction records for tokenizers without a chat template
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -68,9 +81,10 @@ class Encoder:
         on_bad: Callable[[int, BadRecord], None],  # called with each bad record's number, and why; it may raise
         train_on_prompt: bool = False,  # the loss is on every token
         stops: frozenset[int] = frozenset(),  # tokens that end a generation, beside the tokenizer's end-of-text token
+        parse: bool = False,  # names of special tokens in plain texts are these tokens
     ) -> None:
         self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
-        self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
+        self.train_on_prompt, self.parse, self.end = train_on_prompt, parse, int(tokenizer.eos_token_id)
         self.stops = (stops & special_ids(tokenizer)) | {self.end}
         self.template = Template(tokenizer, self.stops) if shape.is_chat else None
         # the tokenizer's beginning of a prompt (Llama's <s>)
@@ -80,21 +94,23 @@ class Encoder:
     def __call__(self, documents: Sequence[str]) -> list[tuple[int, Group]]:
         """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out."""
         if self.shape.is_text:
-            tokens_of = enumerate(plain_tokens(self.tokenizer, documents))
+            tokens_of = enumerate(plain_tokens(self.tokenizer, documents, self.tally, self.parse))
             return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
-        drafts: list[tuple[int, Draft]] = []
+        drafts: list[tuple[int, Draft, Counter[str]]] = []
         for number, document in enumerate(documents):
             with self._telling_of_bad(number):
-                drafts.append((number, self._draft(document)))
-        texts = [text for _, (texts, _) in drafts for text in texts]
+                unread = Counter[str]()  # fields without effect
+                drafts.append((number, self._draft(document, unread), unread))
+        texts = [text for _, (texts, _), _ in drafts for text in texts]
         # verbose=False: no warning that a text is longer than the model's context
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
         groups: list[tuple[int, Group]] = []
-        for number, (texts, make) in drafts:
+        for number, (texts, make), unread in drafts:
             found = [next(tokens) for _ in texts]
             with self._telling_of_bad(number):
-                groups.append((number, make(found)))
+                first, *others = make(found)
+                groups.append((number, (replace(first, counts={**first.counts, **counted(unread)}), *others)))
         for _, group in groups:
             for sample in group:
                 self.tally.update(sample.counts)
@@ -107,23 +123,37 @@ class Encoder:
         except BadRecord as bad:
             self.on_bad(number, bad)
 
-    def _draft(self, document: str) -> Draft:
+    def _draft(self, document: str, unread: Counter[str]) -> Draft:
         values: dict[str, Any] = json.loads(document)
+        if lost := values.pop(LOST_NULLS, 0):
+            unread[named(LOST_NULLS, None)] += lost
+        for name in self.shape.refused:
+            if is_empty(value := values.get(name)):
+                continue
+            if name not in KTO:
+                raise BadRecord(name, f"a {type(value).__name__} for the model to see, and a run trains on text alone")
+            if isinstance(value, bool):
+                found = (
+                    f"{value}: a record of KTO's, whose answer is a good one or a bad one, and sft would train on both"
+                )
+                raise BadRecord(name, f"{found}. Keep those whose {name} is true, without the column")
+            unread[named(name, value)] += 1
         for name in self.shape.required:
             if values.get(name) in (None, "", []) and not (name == "prompt" and values.get(name) == ""):
                 raise BadRecord(name, "nothing")
         if self.shape.name == "input_ids":
             return [], lambda _: self._given(values)
         if self.shape.name == "instruction/output":
-            return self._instruction(values)
+            return self._instruction(values, unread)
         if len(self.shape.answers) > 1:
-            return self._answers(values)
+            return self._answers(values, unread)
         if self.shape.answers and isinstance(values["prompt"], str):
             (name,) = self.shape.answers
             if isinstance(values[name], str):
+                _leave(values, unread, "tools", "chat_template_kwargs")
                 return self._completion(values["prompt"], values[name])
             raise BadRecord(name, "messages behind a prompt that is a string")
-        return self._chat(chat_of(values))
+        return self._chat(chat_of(values), unread)
 
     def _whole(self, tokens: Sequence[int], first: int = 0, counts: Mapping[str, int] | None = None) -> Group:
         """A sample with the loss on the tokens from ``first`` on."""
@@ -147,7 +177,9 @@ class Encoder:
         tokens, labels = arrays
         if tokens.shape != labels.shape:
             raise BadRecord("labels", f"{len(labels)} labels of {len(tokens)} tokens")
-        return (Sample(tokens, tokens.copy() if self.train_on_prompt else labels),)
+        read = MASKS[:1] if self.train_on_prompt else MASKS
+        masks = {name: values[name] for name in read if name in values}
+        return (Sample(*masked(masks, tokens, tokens if self.train_on_prompt else labels)),)
 
     def _completion(self, prompt: str, completion: str) -> Draft:
         def make(tokens: list[list[int]]) -> Group:
@@ -161,7 +193,7 @@ class Encoder:
 
         return [prompt, prompt + completion], make
 
-    def _answers(self, values: Mapping[str, Any]) -> Draft:
+    def _answers(self, values: Mapping[str, Any], unread: Counter[str]) -> Draft:
         """Each answer, drafted as in a record of its own."""
         names = self.shape.answers
         if any(values[name] == values[names[0]] for name in names[1:]):
@@ -169,13 +201,16 @@ class Encoder:
         texts = [name for name in names if isinstance(values[name], str)]
         if 0 < len(texts) < len(names):
             raise BadRecord(texts[0], "a string beside an answer that is messages")
-        if texts and not isinstance(values.get("prompt"), str):
+        if texts and not isinstance(values.get("prompt", ""), str):
             raise BadRecord("prompt", "no string before answers that are strings")
         if texts:
+            _leave(values, unread, "tools", "chat_template_kwargs")
+            values = with_beginning(values, names)
             drafts = [self._completion(values["prompt"], values[name]) for name in names]
         else:
             whole = with_prompt(values, names)
-            drafts = [self._chat(chat_of(whole, name)) for name in names]
+            _leave(values, unread, *(["prompt"] if isinstance(values.get("prompt"), str) else []))
+            drafts = [self._chat(chat_of(whole, name), unread) for name in names]
 
         def make(tokens: list[list[int]]) -> Group:
             left = iter(tokens)
@@ -188,35 +223,62 @@ class Encoder:
 
         return [text for own, _ in drafts for text in own], make
 
-    def _instruction(self, values: Mapping[str, Any]) -> Draft:
+    def _instruction(self, values: Mapping[str, Any], unread: Counter[str]) -> Draft:
         for name in ("instruction", "output", "input", "system"):
             if not isinstance(values.get(name, ""), str):
                 raise BadRecord(name, f"a {type(values[name]).__name__}, not text")
         if not self.tokenizer.chat_template:
+            if values.get("history"):
+                raise BadRecord("history", "earlier turns, and the tokenizer has no chat template to write them")
+            _leave(values, unread, "chat_template_kwargs")
             form = _INSTRUCTION_INPUT if values.get("input") else _INSTRUCTION
             system = f"{values['system']}\n\n" if values.get("system") else ""
             return self._completion(system + form.format(**values), values["output"])
         asked = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
-        messages = [("system", values.get("system")), ("user", asked), ("assistant", values["output"])]
-        return self._chat(Chat([{"role": role, "content": text} for role, text in messages if text]))
+        prompt = [*past_turns(values.get("history")), {"role": "user", "content": asked}]
+        completion = [{"role": ASSISTANT, "content": values["output"]}]
+        return self._chat(chat_of({**values, "prompt": prompt, "completion": completion}), unread)
 
-    def _chat(self, chat: Chat) -> Draft:
+    def _chat(self, chat: Chat, unread: Counter[str]) -> Draft:
         template = self.template = self.template or Template(self.tokenizer, self.stops)
+        chat = template.prepared(chat)
         if template.marked(chat):
             tokens, spans = template.marked_spans(chat)
-            # turns of the prompt are not trained on
+            unread.update(unread_fields(chat, template.whole(chat), template))
+            # turns of the prompt are not trained on, nor the beginning of an answer that it ends with
             prompt = [template.text(chat, chat.first)] if chat.first else []
-            return prompt, lambda found: self._turns(
-                chat, tokens, [span for span in spans if span[0] >= len(*found or [[]])]
-            )
-        return template.texts(chat), lambda found: self._turns(chat, found[0], template.spans(chat, found))
+
+            def make(found: list[list[int]]) -> Group:
+                least = len(*found or [[]])
+                return self._turns(chat, tokens, [(max(a, least), b) for a, b in spans if b > least])
+
+            return prompt, make
+        texts = template.texts(chat)
+        unread.update(unread_fields(chat, texts[0], template))
+        return texts, lambda found: self._turns(chat, found[0], template.spans(chat, found))
 
     def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Group:
-        """A sample with the loss on the tokens of ``spans``."""
+        """A sample with the loss on the tokens of ``spans``, but for those of silent turns."""
+        turns = chat.turns
+        if chat.silent.intersection(turns) and len(spans) != len(turns):
+            found = (
+                f"the chat template marks {len(spans)} spans of {len(turns)} turns: which have weight 0 can't be told"
+            )
+            raise BadRecord("messages", found)
+        silent = [span for i, span in zip(turns, spans, strict=False) if i in chat.silent]
+        spans = [span for span in spans if span not in silent]
         counts = Counter(f"unknown role {m['role']!r}" for m in chat.messages if m["role"] not in ROLES)
         counts["turns"] = len(spans)
         counts["turns without stop"] = sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
+        counts["silent turns"] = len(silent)
         (sample,) = group = self._whole(tokens, len(tokens), counts)
         for a, b in spans:
             sample.labels[a:b] = sample.tokens[a:b]
+        for a, b in silent:
+            sample.labels[a:b] = IGNORE
         return group
+
+
+def _leave(values: Mapping[str, Any], unread: Counter[str], *names: str) -> None:
+    """Count those of ``names`` that hold something, in a record that is read without them."""
+    unread.update(named(name, values[name]) for name in names if not is_empty(values.get(name)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from shardwright.data.records.fields import is_meant, unread_of
 from shardwright.objectives.objective import RecordShape
 
 _CUT = {
@@ -31,6 +32,8 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
     left_out |= {"without target": f"{kind} without any scored token, dropped", "bad": "bad rows, left out"}
     lines += [f"{words}: {count[name]}" for name, words in left_out.items() if tally.get(name)]
     lines += unread_notes(tally)
+    if tally.get("silent turns"):
+        lines.append(f"turns of weight 0, not scored: {count['silent turns']}")
     if tally.get("merged"):
         lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
     roles = {name.removeprefix("unknown role "): n for name, n in tally.items() if name.startswith("unknown role ")}
@@ -46,8 +49,18 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
 
 
 def unread_notes(tally: Mapping[str, int]) -> list[str]:
-    """A line with the number and places of unreadable rows that were left out, if any."""
-    if not (count := tally.get("unreadable")):
-        return []
-    places = [name.removeprefix("unreadable ") for name in tally if name.startswith("unreadable ")]
-    return [f"rows that can't be read, left out: {count:,} ({'; '.join(places)}{'; …' * (len(places) < count)})"]
+    """Lines with what was left out and counted: unreadable rows, fields without effect, names that are no tokens."""
+    lines = []
+    if count := tally.get("unreadable"):
+        places = [name.removeprefix("unreadable ") for name in tally if name.startswith("unreadable ")]
+        lines.append(
+            f"rows that can't be read, left out: {count:,} ({'; '.join(places)}{'; …' * (len(places) < count)})"
+        )
+    fields = {field: f"{field.removesuffix(')')}, {count:,})" for field, count in sorted(unread_of(tally))}
+    if meant := [words for field, words in fields.items() if is_meant(field)]:
+        lines.append(f"warning: not read, though it says what to learn: {'; '.join(meant)}")
+    if others := [words for field, words in fields.items() if not is_meant(field)]:
+        lines.append(f"not read: {'; '.join(others)}")
+    if count := tally.get("special names"):
+        lines.append(f"texts that hold the name of a special token, spelt as letters: {count:,}")
+    return lines

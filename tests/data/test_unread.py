@@ -1,0 +1,185 @@
+"""Whatever of a record has no effect on tokens or labels is named: each column and each key is dropped in turn.
+
+Every template that trl ships is among those tried (trl 1.16, `trl/chat_templates`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import operator
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+from shardwright.data.records.fields import unread_columns, unread_of
+from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples.samples import Encoder
+from shardwright.errors import UserError
+from shardwright.objectives.objective import RecordShape
+from shardwright.objectives.pairs import PAIRS
+from shardwright.objectives.sft import SHAPES
+from tests.support.chats import CHATML, ENDLESS, LLAMA, MARKED, MIXTRAL, PARTING, REASONING, byte_tokenizer
+
+OURS = {
+    "chatml": CHATML, "llama": LLAMA, "mixtral": MIXTRAL, "reasoning": REASONING, "marked": MARKED, "endless": ENDLESS,
+    "parting": PARTING,
+}  # fmt: skip
+TRLS = {path.stem: path.read_text() for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
+TEMPLATES = {**OURS, **TRLS}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a town",
+            "parameters": {
+                "type": "object",
+                "properties": {"town": {"type": "string", "description": "its name"}},
+                "required": ["town"],
+            },
+        },
+    }
+]
+CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": {"town": "Bern"}}}
+USER = {"role": "user", "content": "Bern?", "name": "Ada", "weight": 0, "time": 5}
+THOUGHT = {"role": "assistant", "content": "It rains.", "reasoning_content": "I looked.", "id": "m7", "train": True}
+CALLING = {"role": "assistant", "content": "One moment.", "tool_calls": [CALL]}
+# another name than the call's, which a template may write in its place
+RESULT = {"role": "tool", "name": "forecast", "tool_call_id": "call12345", "content": "rain"}
+LAST = [{"role": "user", "content": "Then I stay at home."}, {**THOUGHT, "content": "So do I.", "weight": 0}]
+SYSTEM = {"role": "system", "content": "You answer in few words."}
+EXTRA = {"source": "a book", "score": 0.5, "chat_template_kwargs": {"enable_thinking": False, "unknown": "x"}}
+GOOD, BAD = ({"role": "assistant", "content": text, "thinking": "what now"} for text in ("Good day!", "Go away"))
+ASKED = "\n\nHuman: hi\n\nAssistant:"
+RECORDS: dict[str, tuple[RecordShape, dict[str, Any]]] = {
+    "plain": (SHAPES[0], {"messages": [SYSTEM, {"role": "user", "content": "hi"}, GOOD], **EXTRA}),
+    "turns": (SHAPES[0], {"messages": [USER, THOUGHT, *LAST], **EXTRA, "image": None, "label": 3}),
+    "tools": (SHAPES[0], {"messages": [USER, CALLING, RESULT, THOUGHT, *LAST], "tools": TOOLS, **EXTRA}),
+    "conversations": (
+        SHAPES[1],
+        {"conversations": [{"from": "human", "value": "hi", "id": 1}, {"from": "gpt", "value": "Good day!"}]}
+        | {"system": SYSTEM["content"], "id": 7, **EXTRA},
+    ),
+    "completion of messages": (SHAPES[2], {"prompt": [USER], "completion": [THOUGHT], "tools": TOOLS, **EXTRA}),
+    "completion": (SHAPES[2], {"prompt": "Two and two? ", "completion": "Four.", "tools": TOOLS, "label": 2, **EXTRA}),
+    "instruction": (
+        SHAPES[3],
+        {"instruction": "And its capital?", "input": "In a word.", "output": "Bern.", "system": "Be brief."}
+        | {"history": [["Name a country.", "Switzerland."]], **EXTRA},
+    ),
+    "tokens": (
+        SHAPES[5],
+        {"input_ids": [5, 6, 7, 8, 0], "labels": [-100, 6, 9, 8, 0], "attention_mask": [1, 1, 1, 1, 0]}
+        | {"completion_mask": [0, 0, 1, 1, 0], "assistant_masks": [0, 1, 1, 0, 0], "token_type_ids": [0] * 5},
+    ),
+    "pair": (PAIRS, {"prompt": ASKED, "chosen": " Good day!", "rejected": " Go away", "tools": TOOLS, **EXTRA}),
+    "pair without a prompt": (PAIRS, {"chosen": ASKED + " Good day!", "rejected": ASKED + " Go away", "score": 1}),
+    "pair of messages": (PAIRS, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS, **EXTRA}),
+    "pair of chats": (PAIRS, {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], **EXTRA}),
+}  # fmt: skip
+
+RENDERED = ["plain", "turns", "tools", "conversations", "completion of messages", "instruction", "pair of messages"]
+OBEYED = {"messages.weight", "messages.train"}  # a loss where there is one, and none where there is none
+
+
+def encoder_of(template: str | None, shape: RecordShape) -> Encoder:
+    def bad(number: int, bad: BadRecord) -> None:
+        raise bad
+
+    tokenizer = byte_tokenizer(template and TEMPLATES[template], "<|im_end|>")
+    return Encoder(tokenizer, shape, Counter(), bad)
+
+
+def made(encoder: Encoder, record: dict[str, Any]) -> tuple[Any, Counter[str]]:
+    """The record's tokens and labels, and how often each of its fields was not read."""
+    ((_, group),) = encoder([str(encoder.shape.document(record, typed=False))])
+    unread = Counter(name.partition(" (")[0] for name in unread_columns(record, encoder.shape))
+    for sample in group:
+        for name, count in unread_of(sample.counts):
+            unread[name.partition(" (")[0]] += count
+    return [(sample.tokens.tolist(), sample.labels.tolist()) for sample in group], unread
+
+
+def drops(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(a field's name, the record without it), for each column, key of a message, and value for the template."""
+    for column, value in record.items():
+        if value is None:
+            continue
+        if column != "chat_template_kwargs":
+            yield column, {name: inner for name, inner in record.items() if name != column}
+        for place, inner in enumerate(value) if isinstance(value, list) else ():
+            for key in inner if isinstance(inner, dict) and column not in ("tools",) else ():
+                name = {"from": "role", "value": "content"}.get(key, key)
+                if name != "role":
+                    without = copy.deepcopy(record)
+                    del without[column][place][key]
+                    yield f"messages.{name}", without
+        for key in value if column == "chat_template_kwargs" else ():
+            yield f"{column}.{key}", {**record, column: {k: v for k, v in value.items() if k != key}}
+
+
+def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
+    """(fields dropped, those that are not named and make no difference, or are and do)."""
+    tried, wrong = 0, []
+    for kind in kinds:
+        shape, record = RECORDS[kind]
+        encoder = encoder_of(template, shape)
+        try:
+            whole, unread = made(encoder, record)
+        except BadRecord:
+            continue  # the template refuses it, which is said
+        same = Counter[str]()
+        for name, without in drops(record):
+            tried, same[name] = tried + 1, same[name]
+            with contextlib.suppress(BadRecord):
+                same[name] += made(encoder, without)[0] == whole
+        for name, count in same.items():
+            found = unread[name] or unread[name.partition(".")[0]]
+            if name not in OBEYED and (bool(found) != bool(count) if shape is PAIRS else found != count):
+                wrong.append((kind, name, count, found))
+    return tried, wrong
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_field_is_named_as_not_read_if_and_only_if_tokens_and_labels_are_the_same_without_it(template: str) -> None:
+    tried, wrong = disagreements(template, RENDERED)
+    assert not wrong
+    assert tried > 10 or template in {"parting", "deepseek_r1_distill", "deepseekv3"}, "whose beginnings part"
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*place, key)
+        yield from places(inner, (*place, key))
+
+
+ODD = [None, "", 0, True, -1, 1.5, [], {}, [1], [None], [{}], [["a", "b"]], {"a": None}, "null", '{"a": "\\ud800"}']
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked", "qwen3", "llama3_1", "smolvlm", "gptoss", None])
+def test_whatever_stands_in_a_field_makes_a_sample_or_a_bad_record(template: str | None) -> None:
+    draw, made_of = random.Random(template), Counter[bool]()
+    for _ in range(150):
+        shape, record = copy.deepcopy(RECORDS[draw.choice([*RECORDS])])
+        for _ in range(draw.randint(1, 2)):
+            *above, last = draw.choice([*places(record)])
+            functools.reduce(operator.getitem, above, record)[last] = copy.deepcopy(draw.choice(ODD))
+        try:
+            made(encoder_of(template, shape), record)
+            made_of[True] += 1
+        except (BadRecord, UserError):
+            made_of[False] += 1
+    assert min(made_of[True], made_of[False]) > 10
+
+
+def test_a_column_of_records_without_messages_is_named_if_and_only_if_it_has_no_effect() -> None:
+    tried, wrong = disagreements("chatml", RECORDS.keys() - RENDERED)
+    assert not wrong
+    assert tried > 20
