@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from shardwright.data.records.documents import Documents
-from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
+from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
 
@@ -175,10 +175,11 @@ def write_rows(
     counts, tallies = {}, {}
     for name, split in splits.items():
         packer = new_packer()
+        mean = max(1, split.data.nbytes // max(1, split.data.num_rows))
         packed = split.map(
             packer,
             batched=True,
-            batch_size=DOCUMENTS_AT_ONCE * packer.groups,
+            batch_size=max(1, min(DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE // mean) * packer.groups),
             features=Features({column: List(Value("int32"), length=packer.length) for column in packer.columns}),
             cache_file_name=str(folder / f"{name}.arrow"),
             new_fingerprint=digest([folder.name, name]),

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.samples.chat import ROLES, Chat, Template, chat_of, with_prompt
+from shardwright.data.samples.chat import ROLES, Chat, Template, as_written, chat_of, with_prompt
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import RecordShape
@@ -87,9 +87,7 @@ class Encoder:
             with self._telling_of_bad(number):
                 drafts.append((number, self._draft(document)))
         texts = [text for _, (texts, _) in drafts for text in texts]
-        # verbose=False: no warning that a text is longer than the model's context
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
+        tokens = iter(as_written(self.tokenizer, texts))
         groups: list[tuple[int, Group]] = []
         for number, (texts, make) in drafts:
             found = [next(tokens) for _ in texts]
