@@ -64,7 +64,7 @@ class SamplePacker(AnyPacker):
         watch: FittingObserver | None = None,
     ) -> None:
         super().__init__(tokenizer, sequence_length, isolate, labels=True)
-        self.options, self.place_of, self.watch = options, place_of, watch
+        self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
         self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
@@ -91,7 +91,7 @@ class SamplePacker(AnyPacker):
     def _encoded(self, documents: Sequence[str]) -> Iterator[tuple[int, Group]]:
         """(number, samples) of the documents, tokenised a number of characters at a time."""
         for numbers in by_characters(documents, CHARACTERS_AT_ONCE):
-            self._first, self._documents = numbers.start, documents[numbers.start : numbers.stop]
+            self._first, self._documents = numbers.start, [*documents[numbers.start : numbers.stop]]
             yield from ((numbers.start + number, made) for number, made in self.encoder(self._documents))
 
     def _fitted(self, document: str, group: Group) -> list[Group]:
