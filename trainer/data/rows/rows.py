@@ -168,11 +168,11 @@ def write_rows(
     new_packer: Callable[[], AnyPacker],
     documents: Documents,
 ) -> None:
-    """Write the rows of each split of ``documents`` to ``folder``, and last their number, which `load_rows` checks.
+    """Write the rows of each split of ``documents`` to ``folder``, and last their tallies.
 
     Raises UserError if a split doesn't fill one row.
     """
-    counts, tallies = {}, {}
+    tallies = {}
     for name, split in splits.items():
         packer = new_packer()
         mean = max(1, split.data.nbytes // max(1, split.data.num_rows))
@@ -184,8 +184,8 @@ def write_rows(
             cache_file_name=str(folder / f"{name}.arrow"),
             new_fingerprint=digest([folder.name, name]),
         )
-        counts[name], tallies[name] = len(packed), dict(packer.tally)
-        if not counts[name]:
+        tallies[name] = dict(packer.tally)
+        if not len(packed):
             raise UserError(
                 asked=f"{documents.asked} in rows of {packer.length} tokens",
                 found=f"{len(split)} {name} documents of {len(packer.rest)} tokens in all"
@@ -195,17 +195,10 @@ def write_rows(
             )
     first = next(iter(tallies.values()))
     first |= sum((unread.tally for unread in documents.unread), Counter())
-    (folder / "rows.json").write_text(json.dumps({"rows": counts, "tallies": tallies}))
+    (folder / "rows.json").write_text(json.dumps(tallies))
 
 
 def load_rows(folder: Path) -> dict[str, StoredRows]:
-    """Split → rows, as `write_rows` wrote them.
-
-    Raises ValueError if some are missing, and errors of many types if a file is absent or damaged.
-    """
-    written = json.loads((folder / "rows.json").read_text())
-    tallies = written["tallies"]
-    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in tallies}
-    if written["rows"] != {name: len(split) for name, split in rows.items()}:
-        raise ValueError(f"rows are missing from {folder}")
-    return rows
+    """Split → rows, as `write_rows` wrote them."""
+    tallies = json.loads((folder / "rows.json").read_text())
+    return {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in tallies}
