@@ -33,7 +33,13 @@ from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
 from shardwright.data.samples.chat import Template
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.data.samples.tally import notes, unread_notes
-from shardwright.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
+from shardwright.data.tokenizer import (
+    check_tokenizer,
+    check_vocabulary,
+    fix_date,
+    tokenizer_fingerprint,
+    trained_tokenizer,
+)
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
 from shardwright.objectives.objective import RecordShape
@@ -56,6 +62,7 @@ class DataOptions:
             same tokens. A stream's lie in its first 64 M characters and fill 512 rows at most.
         eval_dataset: set name (empty: unnamed) → documents to hold out instead, not trained on, each as ``dataset``.
         max_samples: train on the first so many documents; None: all. A share of them is held out if nothing else is.
+        date: the day that chat templates take for today's, in ISO's form; None: today.
         samples: how unpacked texts and records of other shapes become rows, and the policy for unreadable rows.
     """
 
@@ -68,6 +75,7 @@ class DataOptions:
     heldout_fraction: float = 0.05
     eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
+    date: str | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
     labels: bool = False  # rows of text get labels too, to be mixed with rows of samples
 
@@ -89,7 +97,8 @@ class Corpus:
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` tell
     a person what was recognised and what became of it.
 
-    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them.
+    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them. ``date`` is the one that a
+    chat template wrote into them, if it writes any.
     """
 
     train: Rows
@@ -97,6 +106,7 @@ class Corpus:
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
     named: Mapping[str, StoredRows] = field(default_factory=dict)
+    date: str | None = None
 
     @property
     def heldout_sets(self) -> Mapping[str, StoredRows]:
@@ -140,6 +150,7 @@ def load_corpus(
     check_tokenizer(tokenizer, vocab_size)
     sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
+    options = _dated(options, tokenizer)
     if len(sources) == 1:
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
@@ -152,7 +163,7 @@ def load_corpus(
     held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
     heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
-    return Corpus(train, heldout, tokenizer, notes, corpora[0].named)
+    return Corpus(train, heldout, tokenizer, notes, corpora[0].named, options.date)
 
 
 def _stored_corpus(
@@ -184,7 +195,7 @@ def _stored_corpus(
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
     train, *held = rows.values()
-    return Corpus(train, held[0], tokenizer, packing.notes(tally), _named(options, held))
+    return Corpus(train, held[0], tokenizer, packing.notes(tally), _named(options, held), options.date)
 
 
 def load_rows_of(
@@ -195,6 +206,7 @@ def load_rows_of(
     ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
+    options = _dated(options, tokenizer)
     documents = find_documents(dataset, *options.reading)
     check_samples(options, documents.shape, tokenizer)
     packing, root = _Packing(options, documents.shape, tokenizer), cache_root(None)
@@ -234,7 +246,12 @@ def _streamed_corpus(
     key += [options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
-    return Corpus(rows, heldout, tokenizer, packing.notes(heldout.tally), _named(options, held))
+    return Corpus(rows, heldout, tokenizer, packing.notes(heldout.tally), _named(options, held), options.date)
+
+
+def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DataOptions:
+    """``options`` whose date the tokenizer's chat templates write from now on; without one if they write none."""
+    return options if tokenizer is not None and fix_date(tokenizer, options.date) else replace(options, date=None)
 
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
@@ -299,6 +316,7 @@ class _Packing:
             key += [self.shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
+            key += [options.date] if options.date else []
         elif options.labels:
             key += ["labels"]
         return key
@@ -307,8 +325,10 @@ class _Packing:
         if not self.options.makes_samples(self.shape):
             return tuple(unread_notes(tally))
         trained = "every token" if self.options.samples.train_on_prompt else self.shape.trained
-        words = f"records with {', '.join(self.shape.required)}; trained on: {trained}"
-        return words, *notes(self.shape, tally, self.options.sequence_length)
+        words = [f"records with {', '.join(self.shape.required)}; trained on: {trained}"]
+        if self.options.date:
+            words.append(f"the chat template writes the date of the run's first start: {self.options.date}")
+        return *words, *notes(self.shape, tally, self.options.sequence_length)
 
 
 def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:
