@@ -45,7 +45,7 @@ from shardwright.files.cache import cache_root, cached, digest
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
-CACHE_FORMAT = 3  # part of every cache key: raise it when cached data changes meaning
+CACHE_FORMAT = 2  # part of every cache key: raise it when cached data changes meaning
 
 
 @dataclass(frozen=True)
