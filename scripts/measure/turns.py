@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["USE_TORCH_XLA"] = "0"  # accelerate would take its devices
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -84,7 +85,12 @@ def ours(chats: Path, tokenizer: Path) -> Callable[[], int]:
     opened = AutoTokenizer.from_pretrained(tokenizer)
     opened("text")
     options = DataOptions(str(chats), LENGTH, isolate_documents=True, samples=SampleOptions(), heldout_fraction=0.01)
-    return lambda: len(load_corpus(options, opened, len(opened), Path("cache")).train.dataset)
+
+    def make() -> int:
+        rows: Any = load_corpus(options, opened, len(opened), Path("cache")).train
+        return len(rows)
+
+    return make
 
 
 def trls(chats: Path, tokenizer: Path) -> Callable[[], int]:
@@ -94,13 +100,14 @@ def trls(chats: Path, tokenizer: Path) -> Callable[[], int]:
 
     opened = AutoTokenizer.from_pretrained(tokenizer)
     opened("text")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=len(opened)))
     args = SFTConfig("out", assistant_only_loss=True, packing=True, max_length=LENGTH, use_cpu=True, report_to="none")
 
     def make() -> int:
         records = Dataset.from_json(str(chats), cache_dir="cache")
-        return len(SFTTrainer(model, args, train_dataset=records, processing_class=opened).train_dataset)
+        rows: Any = SFTTrainer(model, args, train_dataset=records, processing_class=opened).train_dataset
+        return len(rows)
 
     return make
 

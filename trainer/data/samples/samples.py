@@ -40,8 +40,8 @@ class Sample:
 
 # a record's sample, or the answers to its prompt, each behind the whole prompt: isolated segments of one row
 Group = tuple[Sample, ...]
-# (a record's texts to tokenise, the function from their tokens to the samples)
-Draft = tuple[list[str], Callable[[list[list[int]]], Group]]
+# (a record's texts to tokenise, the function from the list of their Tokens to the samples)
+Draft = tuple[list[str], Callable[[list[Any]], Group]]
 
 
 def joined(group: Group) -> Sample:
