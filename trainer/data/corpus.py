@@ -152,7 +152,7 @@ def load_corpus(
     load = _streamed_corpus if options.streaming else _stored_corpus
     options = _dated(options, tokenizer)
     if len(sources) == 1:
-        return load(options, tokenizer, vocab_size, root)
+        return replace(load(options, tokenizer, vocab_size, root), date=options.date)
     if tokenizer is None:
         raise no_tokenizer(options.dataset)
     labels = any(map(options.makes_samples, shapes_of(options.dataset, options.reads)))
@@ -195,7 +195,7 @@ def _stored_corpus(
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
     train, *held = rows.values()
-    return Corpus(train, held[0], tokenizer, packing.notes(tally), _named(options, held), options.date)
+    return Corpus(train, held[0], tokenizer, packing.notes(tally), _named(options, held))
 
 
 def load_rows_of(
@@ -246,16 +246,16 @@ def _streamed_corpus(
     key += [options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
-    return Corpus(rows, heldout, tokenizer, packing.notes(heldout.tally), _named(options, held), options.date)
+    return Corpus(rows, heldout, tokenizer, packing.notes(heldout.tally), _named(options, held))
+
+
+def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
+    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
 
 
 def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DataOptions:
     """``options`` whose date the tokenizer's chat templates write from now on; without one if they write none."""
     return options if tokenizer is not None and fix_date(tokenizer, options.date) else replace(options, date=None)
-
-
-def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
