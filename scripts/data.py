@@ -30,14 +30,14 @@ def main() -> int:
         words = ["--recipe", "auto", *words]  # no layout is needed; it may say which model
     shown, args = parse([AuditArguments, TrainingArguments], words, __doc__, EXIT_CODES)
     import transformers
-    from rich.console import Console
 
     from shardwright.data.audit_command import run_audit
+    from shardwright.report.lines import Terminal
 
     transformers.logging.set_verbosity_error()
-    console = Console()
+    console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=200)
+        console = Terminal(width=200)
     return run_audit(args, shown, console)
 
 

@@ -10,12 +10,10 @@ import sys
 # An export touches no device: transformers must not load torch_xla, which takes time and picks one.
 os.environ["USE_TORCH_XLA"] = "0"
 
-from rich.console import Console
-
 from shardwright.arguments.command_line import Parser
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
-from shardwright.report.lines import say
+from shardwright.report.lines import Terminal, say
 
 DTYPES = ("float32", "bfloat16")
 
@@ -42,21 +40,21 @@ def main() -> None:
     import transformers
 
     from shardwright.checkpoint.read import RunCheckpoint
-    from shardwright.files.folder import Folder
+    from shardwright.files.folder import TEMPORARY, Folder
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import read_config
     from shardwright.weights.adapter_weights import merge_factors
-    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
-    from shardwright.weights.weight_sources import has_weights, part_and_rest, part_of, seeded_init
+    from shardwright.weights.weight_sources import means_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
-    console = Console()
+    console = Terminal()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     form = ExportFormat(arguments.key_format, arguments.max_shard_size, dtype)
     output = Folder(arguments.output)
-    if there := output.names():
+    if there := [name for name in output.names() if name != TEMPORARY]:
         raise UserError(
             asked=f"--output {output}",
             found=f"a folder that holds {len(there)} entries",
@@ -78,16 +76,22 @@ def main() -> None:
         )
     saved.check_model(facts.adapted(lora), config)
     rest = seeded_init(whole, saved.arguments.get("seed", 0))
-    if base and has_weights(base) and (facts.is_part or arguments.merge):
-        rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
+    hub = None
+    started = means_weights(base, saved.arguments.get("from_scratch", False))
+    if started and (facts.is_part or arguments.merge):
+        rest = hub = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
+    elif base and saved.host.get("untrained", 0) > 0 and lora is None:
+        hub = reopen_hub_weights(base, whole, console)
     saved.check_tensors(console)
-    if lora is not None and not arguments.merge:
-        per_expert = (arguments.adapter_format or saved.arguments.get("adapter_format")) == "per_expert"
-        files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
-        save_adapter(output, files, saved, saved.tokenizer, console)
-    else:
-        own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
-        export(output, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
+    with output.filling() as folder:
+        if lora is not None and not arguments.merge:
+            per_expert = (arguments.adapter_format or saved.arguments.get("adapter_format")) == "per_expert"
+            files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
+            save_adapter(folder, files, saved, saved.tokenizer, console)
+        else:
+            own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
+            source = part_and_rest(own, rest, names)
+            export(folder, whole, source, saved.tokenizer, form, console, hub.untrained if hub else None)
     say(console, f"written to {output}")
 
 

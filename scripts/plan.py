@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from shardwright.layout.plan import ShardingPlan
 
 AUTO = "auto"
-# options of a run that change what a device holds
-_RUN: dict[str, type] = {"lora_r": int}
+# options of a run that change what a device holds, and those of its length
+_RUN: dict[str, type] = {"lora_r": int, "max_steps": int, "warmup_steps": float}
 _RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "optimizer_dtype", "optim"), str)
 
 
@@ -44,15 +44,15 @@ def main() -> None:
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
-    from rich.console import Console
 
     from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.load_recipe import load_recipe
     from shardwright.layout.plan_table import print_plan
+    from shardwright.layout.plan_warnings import plan_warnings
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import lora_of, plan_of
     from shardwright.model.meta_model import load_config
-    from shardwright.report.lines import say
+    from shardwright.report.lines import Terminal, say
 
     if arguments.write is not None:
         _check_new(Path(arguments.write), arguments.recipe)
@@ -66,17 +66,22 @@ def main() -> None:
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
         facts = facts_of(load_config(arguments.model, recipe))
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
-    # a length in epochs leaves the schedule open; with steps it would be tried, for which transformers imports peft
+    # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
     plan = plan_of(recipe, facts, lora_of(args, facts.model), arguments.devices, args)
+    warnings = list(plan_warnings(plan))
+    if args.max_steps > 0 and (notice := args.schedule(peak=1.0).notice):
+        warnings.append(f"learning rate: {notice}")
     if arguments.json:
-        print(json.dumps(plan.as_json(), indent=2))
+        print(json.dumps(plan.as_json() | {"warnings": warnings}, indent=2))
     else:
         print_plan(plan)
+        for text in warnings:
+            say(Terminal(), f"warning: {text}")
         if made is not None and made.undivided:
-            say(Console(), "\ncut elsewhere, or left whole")
+            say(Terminal(), "\ncut elsewhere, or left whole")
             for pattern, text in made.undivided.items():
-                say(Console(), f"  {pattern}: {text}")
+                say(Terminal(), f"  {pattern}: {text}")
     if made is not None and arguments.write is not None:
         _write(made, plan, facts.kind, arguments)
 
@@ -108,11 +113,10 @@ def _check_new(path: Path, recipe: str) -> None:
 
 def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: argparse.Namespace) -> None:
     """Writes the recipe to the new file ``--write``, and says how to use it."""
-    from rich.console import Console
 
     from shardwright.layout.recipe_source import recipe_source
     from shardwright.optimizers import OPTIMIZERS
-    from shardwright.report.lines import say
+    from shardwright.report.lines import Terminal, say
     from shardwright.report.units import size
 
     use = f"{command('train')} --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
@@ -125,7 +129,7 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     )
     with open(arguments.write, "x", encoding="utf-8") as file:
         file.write(recipe_source(made, docstring))
-    say(Console(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {use}")
+    say(Terminal(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {use}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ import sys
 
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
+from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED
 from shardwright.hosts.output_streams import exit_code
 
 EXIT_CODES = f"""Exit codes:
   0    done
   2    something asked for can't be
+  {BUG}   an error that nobody foresaw, which the same command would meet again
   {PREEMPTED}   SIGTERM came, and what was learned is in a checkpoint: go on with --resume_from_checkpoint latest
   {LOST}   a host of the job was lost, or nothing moved for --hang_timeout: start the same command again
   {INTERRUPTED}  Ctrl-C

@@ -27,7 +27,7 @@ def arguments(tmp_path: Path) -> dict:
     LlamaConfig(**SMALL, intermediate_size=32, eos_token_id=[256, stop]).save_pretrained(tmp_path / "model")
     return {
         "recipe": "llama_fsdp",
-        "model": str(tmp_path / "model"),
+        "model": str(tmp_path / "model" / "config.json"),
         "tokenizer": str(tmp_path / "tokenizer"),
         "dataset": str(write_records(tmp_path / "chats.jsonl", chats(80))),
         "sequence_length": 512,
@@ -51,7 +51,11 @@ def test_a_run_on_chats_says_what_it_found_and_keeps_them_apart(arguments, tmp_p
 def test_a_model_that_cannot_keep_chats_apart_is_refused_before_they_are_read(arguments, tmp_path) -> None:
     FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
     with pytest.raises(UserError, match="falcon"):
-        train(TrainingArguments(**{**arguments, "recipe": "auto", "model": str(tmp_path / "falcon"), "mesh": "fsdp=8"}))
+        train(
+            TrainingArguments(
+                **{**arguments, "recipe": "auto", "model": str(tmp_path / "falcon" / "config.json"), "mesh": "fsdp=8"}
+            )
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -64,7 +68,7 @@ def test_without_packing_each_sample_has_its_row_and_each_length_of_rows_is_comp
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
     if family == "falcon":
         FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
-        arguments |= {"recipe": "auto", "model": str(tmp_path / "falcon"), "mesh": "fsdp=8"}
+        arguments |= {"recipe": "auto", "model": str(tmp_path / "falcon" / "config.json"), "mesh": "fsdp=8"}
     arguments |= {"packing": False, "per_device_train_batch_size": 2, "max_steps": 12, "logging_steps": 1}
     said = io.StringIO()
     trainer = train(TrainingArguments(**arguments), Console(file=said, width=200))

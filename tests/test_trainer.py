@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,17 @@ from transformers import (
 )
 
 from shardwright.checkpoint.lineage import whole_steps
+from shardwright.checkpoint.manifest import is_whole
 from shardwright.checkpoint.read import RunCheckpoint, open_checked
+from shardwright.checkpoint.tensors import write_part
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder
+from shardwright.files.folder import Folder, StorageError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.loop import TrainingLoop
+from shardwright.monitoring.callbacks import Tracker
 from tests.support.events import (
     CONFIG,
     EVENTS,
@@ -157,6 +162,52 @@ def test_a_callback_can_ask_for_a_save_an_evaluation_a_log_and_the_end_of_an_epo
     assert trainer.batches.state_dict()["epoch"] == 3
 
 
+class LooksAtSaves(TrainerCallback):
+    """Notes of each save: its step, whether the checkpoint is whole, and whether training had ended."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, bool, bool]] = []
+        self.ended = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        folder = Folder(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.found.append((state.global_step, is_whole(folder), self.ended))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("observes", [False, True], ids=["a callback", "a tracker"])
+def test_on_save_is_told_of_whole_checkpoints_alone_before_the_end_of_training(tmp_path, monkeypatch, observes, staged):
+    """Writes that take long, as those of real sizes do."""
+    told, written = LooksAtSaves(), []
+
+    def write_late(*words: Any) -> Any:
+        time.sleep(0.3)
+        written.append(write_part(*words))
+        return written[-1]
+
+    monkeypatch.setattr("shardwright.checkpoint.tensors.write_part", write_late)
+    callback = Tracker("looks", told, Console(quiet=True)) if observes else told
+    options = {"staging_dir": str(tmp_path / "staged")} if staged else {}
+    make_trainer(tmp_path / "out", [callback], max_steps=3, save_steps=1, eval_on_start=False, **options).train()
+    assert [(whole, ended) for _, whole, ended in told.found] == [(True, False)] * 3
+    assert [step for step, _, _ in told.found] == [1, 2, 3]
+    assert len(written) == 3
+
+
+def test_a_save_that_failed_is_told_to_none(tmp_path, monkeypatch):
+    def fail(*words: Any) -> Any:
+        raise StorageError(asked="to write", found="a full disk", why="it is full", instead="another")
+
+    monkeypatch.setattr("shardwright.checkpoint.tensors.write_part", fail)
+    told = LooksAtSaves()
+    with pytest.raises(StorageError, match="a full disk"):
+        make_trainer(tmp_path, [told], max_steps=2, save_steps=1, eval_on_start=False).train()
+    assert told.found == []
+
+
 # ---- evaluation: bounded, asked for or not, and ended by a signal ----
 
 
@@ -182,6 +233,15 @@ def test_an_evaluation_reads_as_many_rows_as_it_may_and_the_table_compares_the_s
     text = re.sub(r" +", " ", said.getvalue())
     assert "held-out loss before not measured" in text
     assert f"unigram model's loss {unigram_loss(trainer.corpus.train, rows, VOCABULARY):.4f}" in text
+
+
+def test_a_set_given_by_hand_is_evaluated_by_the_rule_of_the_runs_own_and_it_is_said(tmp_path):
+    said = io.StringIO()
+    trainer = make_trainer(tmp_path, [], Console(file=said, width=200), max_eval_rows=3)
+    own = trainer.evaluate()
+    assert "rows evaluated" not in said.getvalue()
+    assert trainer.evaluate({"": trainer.corpus.heldout}) == own
+    assert f"3 of {len(trainer.corpus.heldout)} rows evaluated (--max_eval_rows)" in said.getvalue()
 
 
 def reference_loss(trainer: TrainingLoop, rows: StoredRows) -> float:
@@ -241,6 +301,17 @@ def test_ctrl_c_in_the_last_evaluation_leaves_the_model_and_no_half_measured_los
     assert [step for step, _ in evaluations(trainer)] == [0]
     assert (tmp_path / "model" / "model.safetensors").exists()
     assert "not measured: interrupted" in said.getvalue()
+
+
+def test_a_run_whose_folder_is_removed_under_way_ends_with_all_that_says_what_it_was(tmp_path):
+    class Removes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 1:
+                shutil.rmtree(tmp_path / "out")
+
+    kept = {"recipe.json", "plan.json", "training_args.json", "trainer_state.json", "lineage.json", "checkpoint-2"}
+    make_trainer(tmp_path / "out", [Removes], max_steps=2).train()
+    assert kept | {"model"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def test_an_error_before_the_first_step_is_raised_as_it_is_and_no_untrained_model_is_written(tmp_path):

@@ -9,10 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
+BUG = 70  # sysexits' EX_SOFTWARE: an error that nobody foresaw, and that comes again with the same command
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; the same command goes on
+TERMINATED = 143  # a shell's code for a program that SIGTERM ended: there was nothing to save
 LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
+# errors of the program or of what it was given; those of a device, a network or a disk, which may pass, have others
+_COMES_AGAIN = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(RecursionError, SyntaxError, TypeError, ValueError, IsADirectoryError, NotADirectoryError),
+)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
@@ -26,6 +33,7 @@ class UserError(Exception):
     """
 
     code = 2  # the script's exit code
+    known_to_all = False  # every host of the job raises it
 
     def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
         self.asked, self.found, self.why, self.instead = asked, found, why, instead
@@ -34,6 +42,10 @@ class UserError(Exception):
 
 class TransientError(UserError):
     """A store, a disk or a host failed, and may soon work again: with ``--max_restarts`` the run begins again."""
+
+
+class Terminated(BaseException):
+    """SIGTERM came where there is nothing to save: the program tidies up and ends, as after Ctrl-C."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -56,9 +68,11 @@ def without_credentials(text: str) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return error.code if isinstance(error, UserError) else 1
+    if isinstance(error, KeyboardInterrupt | Terminated):
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else TERMINATED
+    if isinstance(error, UserError):
+        return error.code
+    return BUG if isinstance(error, _COMES_AGAIN) else 1
 
 
 class Spiked(UserError):

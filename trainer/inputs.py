@@ -99,6 +99,13 @@ def resolve(
     args = args or TrainingArguments()
     args = replace(args, **options) if options else args
     found = RunInputs(**given)
+    if found.model is not None and args.from_scratch:
+        raise UserError(
+            asked=f"model=a {type(found.model).__name__}, and from_scratch",
+            found="a model that has weights",
+            why="the run starts from either these or random ones",
+            instead="model=model.config, for random ones",
+        )
     if found.model is not None and found.tokenizer is None and args.tokenizer is None:
         raise UserError(
             asked=f"model=a {type(found.model).__name__}, without a tokenizer",

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
-from shardwright.hosts.versions import code_digest, versions
+from shardwright.hosts.versions import versions
 from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
@@ -202,7 +202,6 @@ class Job:
             "the model's config": json.dumps(self.config.to_dict(), default=str),
             "Python": sys.version.split()[0],
             **versions(),
-            "Shardwright's code": code_digest(),
             **texts,
         }
 

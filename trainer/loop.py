@@ -1,5 +1,6 @@
 """TrainingLoop: from the first batch to the last checkpoint, with its logs and saves."""
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.trained_model import TrainedModel
+from shardwright.checkpoint.write import Saved
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -33,7 +35,7 @@ from shardwright.monitoring import state as states
 from shardwright.monitoring.callbacks import Callbacks, Tracker
 from shardwright.monitoring.log import RunLog
 from shardwright.monitoring.run_page import RunPage
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 from shardwright.report.terminal import ProgressCallback
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_metrics import ComputeMetrics
@@ -84,7 +86,7 @@ class TrainingLoop:
         hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
         job, self.state, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.job, self.args, self.corpus, self.resume, self.goes_on_after = job, job.args, corpus, resume, goes_on_after
-        self.console, self.stop = console or Console(), StopRequests()
+        self.console, self.stop = console or Terminal(), StopRequests()
         self.folder = output_folder.output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
         self.watch = RunPage(self.folder, job, self.state, self.console, resume, self.lock.check_held, after)
@@ -117,6 +119,8 @@ class TrainingLoop:
         self.trained = TrainedModel(job, placed.model, self.mesh, placed.parameters, self.base, tokenizer, self.console)
         self.evaluator = Evaluator(job, corpus, step, share, self.console, self.stop, self._event, self._tell_evaluated)
         self.schedule = self.args.schedule(self.rate)
+        if self.schedule.notice:
+            say(self.console, f"rate:    {self.schedule.notice}")
 
         # ---- the loop's state, in transformers' own classes ----
         if resume is not None:
@@ -134,6 +138,7 @@ class TrainingLoop:
         self.checkpoints = write.CheckpointWriter(output, texts, limit, self.lock.check_held, staged, tell)
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
+        self._untold: dict[int, TrainerState] = {}  # step -> state of saves that callbacks have not been told of
         self.log = RunLog(job, self.train_step, self.state, self.watch, self.console, self._event)
         self._event("on_init_end")
 
@@ -158,7 +163,8 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    if self.train_step.begun:  # before the first step nothing was learned
+                    # before the first step nothing was learned; and only a UserError is, by rule, on all hosts
+                    if self.train_step.begun and (isinstance(why, UserError) or not hosts().several):
                         goes_on = not self.stop.any and self.goes_on_after(why)
                         self.watch.note_end() if goes_on else self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this
@@ -201,11 +207,11 @@ class TrainingLoop:
         if kept and self.reference.known:
             self.reference.save(self.folder)
 
-    def _event(self, name: str, **more: Any) -> None:
+    def _event(self, name: str, state: TrainerState | None = None, **more: Any) -> None:
         """Tell the callbacks of an event, and take the control they return. The watchdog counts it as progress."""
         hosts().watchdog.moved(self.state.global_step)
         args: Any = self.args  # not transformers' class, but with the fields that callbacks read
-        self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
+        self.control = getattr(self.callbacks, name)(args, state or self.state, self.control, **more)
 
     def _loop(self) -> None:
         if self.resume is not None:
@@ -217,6 +223,8 @@ class TrainingLoop:
             self.watch.clock.turn_to("steps")
             while not self._ends():
                 self._run_epoch()
+            if self._untold and self.callbacks.hear_saves(observers=True):
+                self._wait_for_save()
             self.log.summary()
         finally:
             self.watch.clock.turn_to("save")
@@ -283,7 +291,7 @@ class TrainingLoop:
             self._save_checkpoint()
             self._saved = self.state.global_step
         else:
-            self.log.saved(self.checkpoints.finished())
+            self._tell_saved(self.checkpoints.finished())
         if self.stop.interrupted:
             self.log.steps(self._last_rate)
 
@@ -320,17 +328,30 @@ class TrainingLoop:
             state.best_model_checkpoint = lineage.noted(lineage.folder_of(self.folder, step), self.folder)
         data, read = self.batches.state_dict(), self.train_step.metrics_read
         host = host_state.host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
+        host["untrained"] = len(self.trained.untrained)
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         saved = self.trained.saved(self.train_step.state)
         with self.watch.clock.on("save"):
             pause, before = self.checkpoints.save(saved, host, state, urgent=self.stop.preempted)
-        self.log.saved(before)
+        self._tell_saved(before)
         self.log.write({"save_pause": pause})
-        self._event("on_save")
+        self._untold[step] = copy.copy(state)
+        if self.callbacks.hear_saves(observers=False):  # they may act on it, on each host at the same step
+            self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
+        with self.watch.clock.on("save"):
+            ended = self.checkpoints.wait(must_arrive=False)
+        self._tell_saved(ended)
+
+    def _tell_saved(self, ended: Saved | None) -> None:
+        """Log a write that has ended, and tell of each save whose checkpoint is whole in the output folder by now."""
+        self.log.saved(ended)
+        for step in [step for step in self._untold if self.checkpoints.has_arrived(step)]:
+            self._event("on_save", self._untold.pop(step))
 
     def _take_over_the_folder(self) -> None:
-        for name, content in self.job.as_texts().items():
-            self.folder.write(name, as_json(content))
+        self._write_texts()
         if aside := self.checkpoints.begin(self.resume):
             say(self.console, messages.set_aside(aside, self.folder))
         self.watch.update()
@@ -362,11 +383,16 @@ class TrainingLoop:
     def _write_out(self, source: Source | None = None) -> None:
         """Write the state and, unless preempted or stopped before anything was learned, the model; then the page."""
         self.lock.check_held()
+        self._write_texts()  # once more: the folder may have been emptied under way
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.trained.write(self.folder / "model", source)
         self.log.saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
         self.watch.finish()
+
+    def _write_texts(self) -> None:
+        for name, content in self.job.as_texts().items():
+            self.folder.write(name, as_json(content))
 
     def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))

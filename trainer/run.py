@@ -28,19 +28,22 @@ from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
 from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
+from shardwright.hosts.versions import other_versions
 from shardwright.inputs import RunInputs, TrainerCallbacks
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
+from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
-from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
-from shardwright.weights.weight_sources import Source, has_weights
+from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights, reading, reopen_hub_weights
+from shardwright.weights.weight_sources import Source, means_weights
 from shardwright.xla import device_mesh, runtime
+from shardwright.xla.stop_requests import unwinding
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,23 @@ class Start:
         """Hold the output folder inside the ``with``: of several hosts the first does, for all."""
         with hosts().answerable(), output_folder.claimed_by_all(self.lock):
             yield
+
+    def weights_said(self, resume: RunCheckpoint | None) -> str:
+        """Which weights the run starts from."""
+        args, found = self.job.args, []
+        if not _needs_base(self.job, resume):
+            pass
+        elif self.source is None:
+            config = "the recipe's own model" if self.given.config is None else "the config given"
+            why = "--from_scratch" if args.from_scratch else args.model or config
+            found.append(f"random, of seed {args.seed} ({why})")
+        else:
+            found.append(f"those of {args.model or f'the {type(self.given.model).__name__} given'}")
+        if resume is not None:
+            found.append("those of the checkpoint")
+        elif args.adapter is not None:
+            found.append(f"the adapter's, of {args.adapter}")
+        return "; ".join(found)
 
     @property
     def data(self) -> DataOptions:
@@ -96,7 +116,10 @@ class Start:
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
-        corpus = _load_data(self, console)
+        say(console, f"weights: {self.weights_said(resume)}")
+        if isinstance(self.source, HubWeights) and (names := self.source.untrained):
+            say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
+        corpus = hosts().together(lambda: _load_data(self, console))
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
             loop = TrainingLoop(
@@ -133,12 +156,14 @@ def train(
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
-    loop, console = None, console or Console()
+    loop, console = None, console or Terminal()
     try:
         noted = [_Noted()] if restarts is not None else []
-        start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
+        with unwinding():
+            start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
-            loop = start.open()
+            with unwinding():
+                loop = start.open()
             while not start.trained(loop):
                 loop = start.open()
     except TransientError as error:
@@ -228,14 +253,19 @@ def _prepared(
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
         job = elastic.with_kept_batch(job, resume)
-    # a checkpoint of an adapter, or of a part of a model, holds nothing else
-    needed = resume is None or job.facts.is_part or job.lora is not None
-    source: Source | None = given.weights(job.facts.whole) if needed else None
-    if needed and args.model and has_weights(args.model):
-        source = open_hub_weights(args.model, job.facts.whole)
+    source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
+    if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
+        source = open_hub_weights(str(args.model), job.facts.whole)
+    elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
+        source = reopen_hub_weights(args.model, job.facts.whole, console)
     first = None if resume is None else resume.host["data"].get("date")
     date = first or hosts().once(lambda: datetime.date.today().isoformat())
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date)
+
+
+def _needs_base(job: Job, resume: RunCheckpoint | None) -> bool:
+    """Whether a run starts from more than a checkpoint, which of an adapter or a part of a model is not the whole."""
+    return resume is None or job.facts.is_part or job.lora is not None
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
@@ -285,6 +315,8 @@ def _load_data(start: Start, console: Console) -> Corpus:
 def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
     say(console, f"devices: {runtime.init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    for text in plan_warnings(job.plan):
+        say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
         say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")
@@ -301,5 +333,6 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
     if (kept := elastic.said(job, resume)) is not None:
         say(console, f"batch:   {kept}")
         left_out += elastic.OPTIONS
-    for other in resume.other_options({name: v for name, v in job.args.as_dict().items() if name not in left_out}):
+    options = {name: value for name, value in job.args.as_dict().items() if name not in left_out}
+    for other in [*other_versions(resume.host.get("versions")), *resume.other_options(options)]:
         say(console, f"         other than in the checkpoint: {other}")

@@ -1,5 +1,6 @@
 """Trainer: the Python interface, under transformers' names; `scripts/train.py` goes the same way."""
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import transformers
 from datasets import Dataset, IterableDataset
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
@@ -25,10 +27,26 @@ from shardwright.inputs import Records, TrainerCallbacks, check_records, named_s
 from shardwright.layout.recipe import Recipe
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import targets
+from shardwright.report.lines import Terminal
 from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
 from shardwright.weights.hub_push import push_folder
+
+# transformers' methods that nothing but a user's program calls, here as there
+_CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
+# parts of the names of its other methods -> what takes their place
+_IN_PLACE_OF = {
+    "loss": "compute_loss_func=, which is traced into the step",
+    "dataloader": "train_dataset= and eval_dataset=, in the order that --shuffle_rows false keeps; data_collator=",
+    "sampler": "train_dataset= in the order wanted, with --shuffle_rows false",
+    "optimizer": "--optim, or a file of your own in trainer/optimizers/",
+    "scheduler": "--lr_scheduler_type and --lr_scheduler_kwargs",
+    "log": "a callback's on_log",
+    "eval": "compute_metrics=, which is traced into the evaluation; a callback's on_evaluate",
+    "prediction": "compute_metrics=, which is traced into the evaluation; predict()",
+    "save": "a callback's on_save; save_model() after train()",
+}
 
 
 class Trainer:
@@ -88,9 +106,34 @@ class Trainer:
             compute_metrics=compute_metrics,
             peft_config=peft_config,
         )
-        self.console, self._callbacks = console or Console(), list(callbacks or ())
+        self.console, self._callbacks = console or Terminal(), list(callbacks or ())
         self._start: Start | None = None
         self._loop: TrainingLoop | None = None
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse methods that transformers' Trainer would call, and this one never: their work is in the one step."""
+        super().__init_subclass__(**more)
+        for name in dir(transformers.Trainer):
+            if name.startswith("__") or name in _CALLED_BY_USERS:
+                continue
+            if getattr(cls, name, None) is not getattr(Trainer, name, None):
+                others = "a callback; compute_loss_func=; an objective or an optimizer in a file of its own"
+                raise UserError(
+                    asked=f"class {cls.__name__}(Trainer) with its own {name}",
+                    found="a method that transformers' Trainer calls as it trains",
+                    why="here a step is one computation, made of what the trainer is given: it would never be called",
+                    instead=next((text for part, text in _IN_PLACE_OF.items() if part in name), others),
+                )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("args", "console") and name in inspect.signature(Trainer).parameters:
+            raise UserError(
+                asked=f"trainer.{name} = …",
+                found="a trainer that is made",
+                why="what it is given is resolved when it is made: this would change nothing",
+                instead=f"Trainer(…, {name}=…)",
+            )
+        super().__setattr__(name, value)
 
     @property
     def loop(self) -> TrainingLoop:
@@ -142,7 +185,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss, perplexity, token accuracy and your own metrics of the held-out sets, or of ``eval_dataset``.
 
-        They are logged and told to the callbacks. A dict's sets are each named: ``eval_NAME_loss``.
+        They are logged and told to the callbacks. A dict's sets are each named: ``eval_NAME_loss``. Of every set, the
+        run's own or given here, ``args.max_eval_rows`` rows are read, spread evenly over all; 0: all of them.
         """
         if eval_dataset is None:
             return self.loop.evaluate(prefix=metric_key_prefix)

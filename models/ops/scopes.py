@@ -3,7 +3,7 @@
 A torch operation gets the name of the scope that is open when it runs: :func:`annotate` opens one around each module's
 forward. A scanned layer runs as two graphs that AOTAutograd has traced, whose nodes remember their module (in the
 backward: that of the forward operation whose gradient they compute); :func:`scoped` makes the graphs open and close
-scopes. XLA keeps the names only if ``XLA_HLO_DEBUG=1`` was set before torch_xla was imported.
+scopes. XLA keeps the names of operations that run inside :func:`kept`.
 """
 
 import contextlib
@@ -50,6 +50,18 @@ def scope(name: str) -> Iterator[None]:
         yield
     finally:
         leave()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Inside, operations keep their names; torch_xla's environment variable does so only if set before its import."""
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    before = torch_xla._XLAC._get_ir_debug()
+    torch_xla._XLAC._set_ir_debug(True)
+    try:
+        yield
+    finally:
+        torch_xla._XLAC._set_ir_debug(before)
 
 
 def annotate(model: torch.nn.Module) -> None:

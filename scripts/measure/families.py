@@ -4,10 +4,13 @@ python scripts/measure/families.py --write docs/families.md   what has no result
 python scripts/measure/families.py --only gemma2,qwen3_moe --again all
 python scripts/measure/families.py --again failed          what did not pass, anew
 
-8 virtual devices, float32, full remat; a mode says the mesh and whether layers are scanned. Compared are the loss and
+8 virtual devices, 8 rows of 32 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. (Rows
+so short XLA runs one operation after another on each device; a longer one is in tests/step/test_parity.py.) Compared
+are the loss and
 the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless. Each family is a
 process of its own, with a limit of time and memory. Results are kept in a file, one JSON object a line, under the
-version of the code.
+version of the code. Every size is shrunk here; tests/model/test_real_configs.py reads the config.json of published
+models and plans one of each type.
 """
 
 import hashlib

@@ -64,7 +64,8 @@ def main() -> int:
     gauge = Gauge()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MixtralConfig(**MODEL).to_dict()), encoding="utf-8")
-        run = [*RUN.split(), "--model", folder, "--output_dir", f"{folder}/out", "--max_steps", str(options.steps)]
+        places = ["--model", f"{folder}/config.json", "--output_dir", f"{folder}/out"]
+        run = [*RUN.split(), *places, "--max_steps", str(options.steps)]
         (args,) = parse([TrainingArguments], [*run, *words[cut + 1 :]], __doc__)
         train(args, Console(stderr=True), [gauge])
     lines = {name: [(step, each[name]) for step, each in enumerate(gauge.noted, 1)] for name in COLUMNS}

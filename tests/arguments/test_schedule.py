@@ -88,6 +88,16 @@ def test_arguments_that_give_no_rates_are_refused_by_name(kind: str, options: di
         TrainingArguments("any", lr_scheduler_type=kind, lr_scheduler_kwargs=options)
 
 
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_a_notice_says_that_the_warmup_is_longer_than_the_run(kind: str, options: dict) -> None:
+    for warmup in (0, 5, 39, 40, 41):
+        schedule, rates = Schedule(kind, 1.0, warmup, 40, options), []
+        for _ in range(40):
+            rates.append(schedule.learning_rate)
+            schedule.advance()
+        assert bool(schedule.notice) == (warmup >= 40 and max(rates) < 1.0)
+
+
 def test_a_warmup_of_all_steps_divides_by_no_zero() -> None:
     for kind, options in CASES:
         TrainingArguments("any", lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=40, max_steps=40)

@@ -192,12 +192,29 @@ def test_a_folder_of_another_program_is_neither_read_nor_removed(state, tmp_path
     assert (tmp_path / "checkpoint-500" / "model.safetensors").read_text() == "precious"
 
 
-def test_what_a_killed_save_left_is_removed_at_the_next_start(state, output):
+def test_what_a_killed_save_left_is_moved_aside_at_the_next_start_and_removed_after_the_next_save(state, output):
+    save(output, state, 2)
+    folder_of(output, 3).write(".host.json.tmp", b"cut sh")
+    (output / "trash-1").write("mine.txt", b"of another program")
+    resumed = writer(output)
+    resumed.begin(RunCheckpoint(folder_of(output, 2)))
+    assert output.names() == ["checkpoint-2", LINEAGE, "trash-1", "trash-2"]
+    resumed.save(state, host(4), TrainerState(global_step=4))
+    resumed.wait()
+    assert output.names() == ["checkpoint-2", "checkpoint-4", LINEAGE, "trash-1"]
+
+
+def test_one_that_the_lineage_names_is_not_moved_whatever_the_store_says_of_its_manifest(state, output):
     save(output, state, 1, 2)
     folder_of(output, 2).remove_file("manifest.json")
-    folder_of(output, 3).write(".host.json.tmp", b"cut sh")
-    writer(output).begin(RunCheckpoint(folder_of(output, 1)))
-    assert output.names() == ["checkpoint-1", LINEAGE]
+    console = quiet()
+    found = find_checkpoint("latest", output, console, anything)
+    assert "checkpoint-2 is passed over: its save never ended" in console.file.getvalue()  # type: ignore[attr-defined]
+    writer(output).begin(found)
+    assert output.names() == ["checkpoint-1", "checkpoint-2", LINEAGE]
+    save(output, state, 2, resume=1)  # the run comes to its step
+    assert whole_steps(output) == [1, 2]
+    assert output.names() == ["checkpoint-1", "checkpoint-2", LINEAGE]
 
 
 # ---- which are kept ----

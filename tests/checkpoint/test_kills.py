@@ -19,7 +19,7 @@ from tests.support.lives import Lives, tiny_run, write_text
 
 KILLS = {"at start": 4, "training": 8, "in a save": 12}
 STARTED = ["", "devices:", "model:", "output:"]  # what a run that starts has printed; the last just before it trains
-STEPS = 400
+STEPS = 180
 SECONDS = 120  # to wait for anything
 
 
@@ -63,7 +63,7 @@ def stop_when(process: int, holds) -> None:
 def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(tmp_path, capsys):
     write_text(tmp_path)
     arguments = [
-        *(*tiny_run(tmp_path), "--max_steps", STEPS, "--logging_steps", 5, "--save_steps", 3),
+        *(*tiny_run(tmp_path), "--max_steps", STEPS, "--logging_steps", 4, "--save_steps", 2),
         *("--save_total_limit", 2, "--resume_from_checkpoint", "latest"),
     ]
     broken, moments, tally = tmp_path / "broken", random.Random(4), Counter()

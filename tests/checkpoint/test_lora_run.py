@@ -69,6 +69,16 @@ def test_a_run_that_goes_on_has_the_adapter_of_one_that_never_stopped_bit_for_bi
     assert whole == rest
 
 
+def test_each_run_says_which_weights_it_starts_from(runs):
+    begun = {
+        "whole": "",
+        "rest": "; those of the checkpoint",
+        "next": f"; the adapter's, of {runs / 'whole' / 'model'}",
+    }
+    for name, more in begun.items():
+        assert f"weights: those of {runs / 'base'}{more}\n" in (runs / f"{name}.log").read_text()
+
+
 def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
     names = (runs / "whole" / "checkpoint-4" / "tensors.json").read_bytes()
     assert b"self_attn.q_proj.weight_lora_B second moment" in names

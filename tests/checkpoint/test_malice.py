@@ -40,6 +40,8 @@ def test_what_nothing_was_done_to_is_read(base, tmp_path):
         ("/dev/zero", "no name of a checkpoint's file"),
         ("../checkpoint-1/host.json", "no name of a checkpoint's file"),
         ("tokenizer/../host.json", "no name of a checkpoint's file"),
+        ("tokenizer/more/../../host.json", "no name of a checkpoint's file"),
+        ("tokenizer//host.json", "no name of a checkpoint's file"),
         ("folder/host.json", "no name of a checkpoint's file"),
         ("..", "no name of a checkpoint's file"),
         ("", "no name of a checkpoint's file"),

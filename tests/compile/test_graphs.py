@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -28,6 +29,7 @@ from shardwright.evaluation.prompt_samples import expected_shape
 from shardwright.evaluation.reference_rows import REFERENCE_PASS
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.plan_checks import collapse
 from shardwright.layout.stacking import is_stacked
 from shardwright.loop import TrainingLoop
 from shardwright.models.adapters.lora import A, B
@@ -162,6 +164,18 @@ def test_each_graph_is_lowered_with_its_layouts_and_donates_what_it_replaces() -
     assert graphs[READING].outputs[0] == "{devices=[4,1,16]<=[16,4]T(1,0)}"  # a layer, laid out as its stack is
     # the order in which they are asked changes none
     assert text_of(lower(job)) == text_of(graphs[TRAIN_STEP])
+
+
+def test_every_graph_that_runs_the_model_names_the_modules_of_its_weights(tmp_path: Path) -> None:
+    jobs = [job_of("mixtral_ep", sample_prompts=prompts_in(tmp_path), sequence_length=64)]
+    jobs.append(job_of("llama_fsdp", objective="ipo", sequence_length=64))
+    for job in jobs:
+        owners = {entry.name.rpartition(".")[0] for entry in job.stored.parameters}
+        for graph in set(graphs_of(job)) - {LOADING, READING}:
+            module = xla_client.XlaComputation(lower(job, graph).hlo).get_hlo_module()
+            paths = re.findall(r'op_name="([^"]+)"', module.to_string())  # of the modules that run, each with a number
+            named = {collapse(re.sub(r"\.\d+$", "", name)) for path in paths for name in path.split("/")}
+            assert owners - named == set(), graph
 
 
 def test_the_graphs_of_a_generation_hold_the_cache_where_it_lies(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -187,6 +188,17 @@ def test_a_process_that_was_faster_is_believed(tmp_path: Path) -> None:
         (folder / "rows").write_text("theirs")
 
     assert cached(folder, scratch, build=build, load=lambda path: (path / "rows").read_text()) == "theirs"
+
+
+def test_rows_that_the_disk_does_not_take_are_no_traceback(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data, before = write_jsonl(tmp_path / "texts.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    load(data)  # for its tokenizer
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"File too large(.|\n)*SHARDWRIGHT_CACHE"):
+            load(data, sequence_length=16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_what_a_template_itself_refuses_is_told_in_its_words() -> None:
         encode({"messages": CHAT[1:]}, MIXTRAL, "</s>")
 
 
+def test_of_several_templates_that_of_the_name_default_is_taken_and_one_for_tools_with_them() -> None:
+    named = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}" + CHATML}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    plain, with_tools = (
+        encode({"messages": CHAT, **more}, named)[1].tokens.tolist() for more in ({}, {"tools": [tool]})
+    )
+    assert plain == encode({"messages": CHAT}, CHATML)[1].tokens.tolist()
+    assert with_tools == [*byte_tokenizer()("add").input_ids, *plain]
+    with pytest.raises(BadRecord, match="multiple chat templates with no default"):
+        encode({"messages": CHAT}, {"tool_use": CHATML})
+
+
 def test_chats_without_a_template_are_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
         encode({"messages": CHAT}, None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import uuid
 
 import pytest
 
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError
+from shardwright.files.folder import TEMPORARY, Folder, StorageError
+from tests.support.faults import Faults, faults_of
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
@@ -33,6 +36,128 @@ def test_what_is_written_is_read_listed_measured_and_removed(folder):
     folder.remove()
     folder.remove()
     assert folder.names() == []
+
+
+def test_a_folder_that_is_moved_takes_all_that_is_in_it_along(folder):
+    (folder / "old").write("a", b"1")
+    (folder / "old" / "sub").write("b", b"2")
+    (folder / "old").move(folder / "new")
+    assert folder.names() == ["new"]
+    assert (folder / "new").names() == ["a", "sub"]
+    assert (folder / "new" / "sub").read("b") == b"2"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_the_disk_can_t_tell_is_an_error_and_no_no(error, tmp_path, monkeypatch):
+    (tmp_path / "there").write_text("")
+
+    def fail(*path: object, **more: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    for name in ("stat", "lstat", "listdir"):
+        monkeypatch.setattr(os, name, fail)
+    for ask in (Folder.exists, Folder.is_file, Folder.size, lambda folder, name: folder.names()):
+        with pytest.raises(StorageError, match=r"look for|list|read"):
+            ask(Folder(tmp_path), "there")  # type: ignore[operator]
+
+
+def test_a_circle_of_links_is_an_error_and_no_no(tmp_path):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(StorageError, match="look for"):
+        Folder(tmp_path).exists("circle")
+
+
+@pytest.mark.parametrize("error", [PermissionError, TimeoutError])
+def test_what_a_store_can_t_tell_is_an_error_and_no_no(error, store, monkeypatch):
+    folder = Folder(f"{store}/out")
+    folder.write("there", b"")
+
+    def fail(*path: object, **more: object) -> None:
+        raise error("forbidden")
+
+    with monkeypatch.context() as patch:
+        for name in ("info", "ls"):
+            patch.setattr(folder._fs, name, fail)
+        for ask in (Folder.exists, Folder.is_file, Folder.size, lambda folder, name: folder.names()):
+            with pytest.raises(StorageError, match="forbidden"):
+                ask(folder, "there")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("asked", ["info", "ls"])
+def test_a_store_that_says_once_that_something_is_absent_is_asked_again(asked, store, monkeypatch):
+    folder, said = Folder(f"{store}/out"), []
+    folder.write("there", b"")
+    real = getattr(folder._fs, asked)
+
+    def absent_once(path: str, **more: object) -> object:
+        said.append(path)
+        if len(said) == 1:
+            raise FileNotFoundError(path)
+        return real(path, **more)
+
+    monkeypatch.setattr(folder._fs, asked, absent_once)
+    assert folder.exists("there")
+    assert folder.names() == ["there"]
+    assert said
+
+
+def test_a_write_that_fails_in_a_store_leaves_the_old_file(store, monkeypatch):
+    folder = Folder(f"{store}/out")
+    folder.write("lineage.json", b"old")
+
+    def fail(*given: object, **more: object) -> None:
+        raise TimeoutError("the network")
+
+    with monkeypatch.context() as patch:
+        for name in ("open", "pipe_file"):
+            patch.setattr(folder._fs, name, fail)
+        with pytest.raises(StorageError, match="the network"):
+            folder.write("lineage.json", b"new")
+    assert folder.read("lineage.json") == b"old"
+
+
+def fill(folder: Folder) -> None:
+    with folder.filling() as aside:
+        aside.write("config.json", b"{}")
+        (aside / "templates").write("tool.jinja", b"")
+        with aside.writing("model.safetensors") as file:
+            file.write(b"weights")
+
+
+def test_a_folder_is_filled_whole_or_stays_as_it_was_whatever_fails(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    folder, faults = Folder(tmp_path / "out"), Faults([str(tmp_path)], monkeypatch)
+    (folder / TEMPORARY).write("config.json", b"left by one that was killed")
+    with faults.watching():
+        fill(folder)
+    assert folder.names() == ["config.json", "model.safetensors", "templates"]
+    operations, failed = faults.operations(), 0
+    for at in operations:
+        for fault in faults_of(at, "ENOSPC"):
+            folder.remove()
+            with contextlib.suppress(StorageError), faults.watching(at, fault):
+                fill(folder)
+            failed += faults.failed
+            assert set(folder.names()) - {TEMPORARY} in (set(), {"config.json", "model.safetensors", "templates"}), at
+            fill(folder) if not folder.exists("config.json") else None
+    with capsys.disabled():
+        print(f"\nfilling a folder: {len(operations)} operations, {failed} faults")
+
+
+def test_a_folder_of_a_store_that_can_t_be_filled_is_empty(store):
+    folder = Folder(f"{store}/out")
+
+    def fail() -> None:
+        with folder.filling() as aside:
+            aside.write("config.json", b"{}")
+            with aside.writing("model.safetensors"):
+                raise OSError("the cable")
+
+    with pytest.raises(StorageError, match="the cable"):
+        fail()
+    assert folder.names() == []
+    fill(folder)
+    assert folder.names() == ["config.json", "model.safetensors", "templates"]
 
 
 def test_a_folder_is_no_file_and_neither_is_what_is_not_there(folder):

@@ -51,10 +51,14 @@ def half_written(output: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def killed(home) -> tuple[list[Job], Job]:
-    """Two jobs of which a host was killed in a save, the first and the second; and one whose second could not write."""
+def killed(home, whole) -> tuple[list[Job], Job]:
+    """Two jobs of which a host was killed in a save, the first and the second; and one whose second could not write.
+
+    The rows of all are in the cache by now: the second host of the last could not write these either.
+    """
     jobs = [job(home, f"killed-{host}", "--max_steps", STEPS) for host in (0, 1)]
-    full = job(home, "full", "--max_steps", 4000, HOST_FILE_LIMIT="1:30000")
+    late = {"HOST_FILE_LIMIT": "1:30000", "HOST_LATE": "0"}  # the first learns long after the second that all must end
+    full = job(home, "full", "--max_steps", 4000, "--save_steps", 100, **late)
     with full, jobs[0], jobs[1]:
         left = dict(enumerate(jobs))
 

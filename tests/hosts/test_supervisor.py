@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardwright.checkpoint import manifest
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
+from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
 from shardwright.files.folder import StorageError
 from shardwright.hosts import supervisor
 from shardwright.hosts.restarts import (
@@ -75,6 +78,7 @@ ENDS = [
     ([RunEnd(0)], 0),
     ([REFUSED], 2),
     ([REFUSED, MISSED], 2),
+    ([MISSED, RunEnd(BUG, begun=True)], BUG),
     ([RunEnd(1, begun=True)], 1),
     ([ABORTED, ABORTED], -signal.SIGABRT),
     ([RunEnd(-signal.SIGKILL)], -signal.SIGKILL),  # before a step
@@ -253,7 +257,7 @@ def agreed(life: int, ends: list[RunEnd], limit: int, meetings: list[Meeting]) -
 def meetings_of(count: int) -> list[Meeting]:
     port, meetings = free_ports(), [Meeting() for _ in range(count)]
     for host, meeting in enumerate(meetings):
-        meeting.look(0, HostPlace(host, count, "localhost", port))
+        meeting.look(0, HostPlace(host, count, "localhost", port, "secret"))
     return meetings
 
 
@@ -269,6 +273,17 @@ def test_supervisors_come_to_one_verdict_life_after_life_and_leave_together():
     for thread in threads:
         thread.join()
     assert [meeting.lost for meeting in meetings] == [""] * 3
+
+
+def test_a_stranger_gives_supervisors_no_verdict_and_none_ends_a_failed_run_with_0():
+    meetings = meetings_of(2)
+    port = meetings[0]._place.port + 2
+    stranger = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=60))
+    for key, value in {"verdict 0": asdict(Verdict(False)), "failed 0": "", "ended 0 1": asdict(RunEnd(0))}.items():
+        stranger.set(key, json.dumps(value))
+    assert agreed(0, [RunEnd(1), RunEnd(1)], 2, meetings) == [Verdict(False, 1, "", [])] * 2
+    meetings[0]._store.set("verdict 1", json.dumps(asdict(Verdict(False))))  # even by one who knows the secret
+    assert meetings[1].agree(1, RunEnd(1), 2).code == 1
 
 
 def test_a_supervisor_that_is_gone_ends_the_others_with_the_code_that_a_launcher_begins_them_again_after(monkeypatch):

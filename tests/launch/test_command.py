@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from shardwright.errors import UserError
+from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_command import main
+from shardwright.launch.targets import TARGETS
 from tests.support.fork_server import run
 from tests.support.launching import stand_in
 from tests.support.paths import ROOT
@@ -30,7 +33,7 @@ def test_it_writes_the_files_shows_the_commands_and_starts_nothing(tmp_path):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = run(ROOT / "scripts" / "launch.py", *words, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "kubectl apply --filename jobset.yaml" in done.stdout
+    assert "kubectl apply --filename networkpolicy.yaml --filename jobset.yaml" in done.stdout
     assert "Nothing was started" in done.stdout
     manifest = yaml.safe_load((tmp_path / "files" / "jobset.yaml").read_text())
     container = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
@@ -119,6 +122,18 @@ def test_what_cannot_be_is_refused_before_anything_is_written(case, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     words, message = REFUSED[case]
     assert message in refused(words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_option_becomes_a_line_of_its_own_in_any_target_s_files(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [field.name for field in fields(LaunchArguments) if "str" in str(field.type)]
+    given = dict.fromkeys(texts, "a") | {"topology": "v5p:2x2x2", "mount": "gs://b:/mnt/b", "env": "A=b"}
+    for name in texts if target == "jobset" else ["env"]:
+        for end in "\n\r\x0b\x0c\x1c\x85\u2028\u2029\x1b":
+            refused([target, f"--{name}", f"{given[name]}{end}B=c", *JOBSET[1:], *TRAIN])
+            assert "a line break" in refused([target, *JOBSET[1:], *TRAIN, "--run_name", f"a{end}B=c"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
 import itertools
 import os
 import subprocess
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
+from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED, exit_code_of
+from shardwright.hosts.output_streams import exit_code
 from shardwright.launch.exits import RULES, USER_ERROR
 from shardwright.launch.targets import TARGETS
 from shardwright.scripts.train import EXIT_CODES
@@ -44,8 +47,9 @@ class Exit:
 # with 1 where a computation raises first.
 CODES: dict[int, Exit] = {
     0: Exit("done", Sequel.DONE),
-    1: Exit("an error that nobody foresaw, or another host is lost", Sequel.EITHER),
+    1: Exit("an error of a device, a network or a library that nobody foresaw, or another host is lost", Sequel.EITHER),
     USER_ERROR: Exit("something asked for can't be", Sequel.NEVER),
+    BUG: Exit("an error that nobody foresaw, and that comes again", Sequel.NEVER),
     PREEMPTED: Exit("SIGTERM, and what was learned is in a checkpoint", Sequel.AGAIN),
     LOST: Exit("another host is lost, or nothing moved", Sequel.AGAIN),
     INTERRUPTED: Exit("Ctrl-C, which nobody presses on a cluster", Sequel.EITHER),
@@ -163,6 +167,37 @@ def test_an_engine_does_what_should_follow_a_code(code, engine):
         assert not restarts
     else:
         assert not restarts or engine not in UNBOUNDED
+
+
+# Python's errors that a disk, a network, a device or the host's memory may raise once, and the next time not
+MAY_PASS = {OSError, RuntimeError, EOFError, MemoryError, BufferError, SystemError, ReferenceError, Exception}
+NEVER_RAISED_BY_A_RUN = (Warning, StopIteration, StopAsyncIteration, ExceptionGroup)
+
+
+def test_an_error_of_python_that_comes_again_is_never_restarted_and_one_that_may_pass_is():
+    kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    kinds = [kind for kind in kinds if not issubclass(kind, NEVER_RAISED_BY_A_RUN)]
+    assert len(kinds) > 40
+    passing = {OSError, *OSError.__subclasses__()} - {IsADirectoryError, NotADirectoryError} | MAY_PASS
+    for kind in kinds:
+        code = exit_code_of(kind.__new__(kind))
+        may_pass = kind in passing or issubclass(kind, ConnectionError) or kind.__module__ != "builtins"
+        assert code == (1 if may_pass else BUG), kind
+        assert may_pass or not any(rule(code) for rule in RULES.values()), kind
+
+
+def test_such_an_error_ends_a_script_with_its_traceback_and_code(capsys):
+    def main() -> None:
+        (ROOT / "tests").read_bytes()
+
+    assert exit_code(main) == BUG
+    assert "IsADirectoryError" in capsys.readouterr().err
+    with pytest.raises(RuntimeError):
+        exit_code(functools.partial(_raise, RuntimeError("UNAVAILABLE: Socket closed")))
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_restarts_are_bounded_where_the_rule_says_so():

@@ -10,10 +10,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 
 from shardwright.launch.slices import GENERATIONS
 from shardwright.xla.chips import CHIPS
-from tests.support.launching import jobset, pod, variables
+from tests.support.launching import jobset, planned, pod, variables
 
 
 def strict(schema: Any) -> Any:
@@ -139,6 +140,14 @@ def test_kubernetes_puts_no_variable_into_what_the_user_wrote():
     manifest = jobset(train=train, environment={"WHO": "$(id)"})
     assert "$$(HOME) $x" in pod(manifest)["containers"][0]["command"]
     assert variables(manifest)["WHO"] == "$$(id)"
+
+
+def test_only_the_jobset_s_own_pods_connect_to_them():
+    plan = planned("jobset")
+    policy = yaml.safe_load(plan.files["networkpolicy.yaml"])
+    own = {"podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset()["metadata"]["name"]}}}
+    assert policy["spec"] == {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    assert set(plan.files) == {*plan.commands[0][3::2]}, "all that is written is applied"
 
 
 def test_a_queue_is_kueues_label_and_without_one_there_is_none():

@@ -1,16 +1,23 @@
-"""What a person named is shown as they wrote it: no path, option or message is taken for rich's markup."""
+"""What a person named is shown as they wrote it, and none of it is taken for rich's markup or a terminal's orders."""
 
 from __future__ import annotations
 
 import ast
 import io
+import json
+import re
+import subprocess
+import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shardwright.report.bars import byte_bar
-from shardwright.report.lines import say, waiting
+from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
+from shardwright.report.bars import byte_bar, step_bar
+from shardwright.report.escapes import escaped
+from shardwright.report.lines import Terminal, say, waiting
 from shardwright.report.terminal import closing_table
 from tests.support.paths import ROOT
 
@@ -37,6 +44,14 @@ def test_lines_bars_and_tables_show_it_as_it_is(name: str) -> None:
     assert f"checking {name}" in file.getvalue()
 
 
+def test_a_bar_of_steps_tells_the_time_gone_from_the_time_left() -> None:
+    file = io.StringIO()
+    bar = step_bar(Console(file=file, width=100, force_terminal=True, color_system=None))
+    with bar:
+        bar.add_task("train", total=10, completed=5, numbers="")
+    assert re.search(r" 0:00:0\d gone, -:--:-- left", file.getvalue())
+
+
 def test_a_line_keeps_its_length_and_has_no_colours() -> None:
     console, file = terminal(colours=True)
     say(console, "1 'a' " * 40)
@@ -61,3 +76,78 @@ def test_no_text_goes_to_a_console_but_by_say_and_waiting(tmp_path: Path) -> Non
     wrong = tmp_path / "wrong.py"
     wrong.write_text('console.print(f"to {x}")\nself.console.status("a" + b)\nsay(console, "fine")\n')
     assert texts_given_to_rich(wrong) == ["wrong.py:1", "wrong.py:2"]
+
+
+# ---- orders to the terminal ----
+
+# a title, a cleared screen, the clipboard, the same in one character, a line drawn over, a turned one, half a pair
+ORDERS = "a \x1b]0;owned\x07 \x1b[2J \x1b]52;c;aGk=\x1b\\\\ \x9b2J \b\b\b \u202etxt.exe \u2028 \x85 \ud800 z"
+OBEYED = ("Cc", "Zl", "Zp", "Cs")
+TURNING = ("LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI")
+# every way in which a script prints
+PRINTS = """
+import json, sys, time, warnings, logging
+from rich.text import Text
+from shardwright.hosts.output_streams import exit_code
+from shardwright.report.bars import tracked
+from shardwright.report.lines import Terminal, say
+
+def main():
+    orders, console = json.loads(sys.argv[1]), Terminal(force_terminal=sys.argv[2] == "colours")
+    say(console, orders)
+    console.print(Text(orders, style="bold"))
+    print(orders)
+    print(orders, file=sys.stderr)
+    warnings.warn(orders)
+    logging.getLogger("library").warning(orders)
+    for _ in tracked(console, "rows", range(1), 1):
+        print(orders)
+    raise ValueError(orders)
+
+sys.exit(exit_code(main))
+"""
+
+
+def obeys(character: str) -> bool:
+    turned = unicodedata.bidirectional(character) in TURNING
+    return character not in "\t\n" and (turned or unicodedata.category(character) in OBEYED)
+
+
+def test_of_all_of_unicode_no_character_that_a_terminal_obeys_is_left_and_the_others_stay() -> None:
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    assert not any(map(obeys, escaped(every)))
+    for character in filter(obeys, every):
+        assert json.loads(f'"{escaped(character)}"') == character
+    for text in (*NAMES, "tab\tline\nend", "\U0001f469\u200d\U0001f4bb \u05d0\u0628 naïve 中文"):
+        assert escaped(text) == text
+
+
+@pytest.mark.parametrize("kind", ["plain", "colours"])
+def test_whatever_a_script_prints_and_however_it_is_escaped(kind: str) -> None:
+    words = [sys.executable, "-c", PRINTS, json.dumps(ORDERS), kind]
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", cwd=ROOT, check=False)
+    assert done.returncode == 1
+    out, own = re.subn(r"\x1b\[(\?25[lh]|1A|2K|[\d;]*m)|\r", "", done.stdout)  # rich's styles, and its bar's cursor
+    assert bool(own) == (kind == "colours")
+    assert not any(map(obeys, out + done.stderr))
+    assert out.count("\\u001b[2J") >= 3
+    assert done.stderr.count("\\u001b]52;c;") >= 4
+
+
+def test_an_audit_shows_them_escaped_on_the_terminal_and_in_its_page() -> None:
+    file = io.StringIO()
+    finding = Finding(ORDERS, ORDERS, True, 1, [(ORDERS, ORDERS)])
+    pieces = [(ORDERS, True), ("<script>", False)]
+    view = AuditView(ORDERS, [(ORDERS, ORDERS)], ["a", "b"], [[ORDERS, "b"]], [("1", 1)], [finding], [(ORDERS, pieces)])
+    print_audit(Terminal(file=file, width=200), view)
+    for shown in (file.getvalue(), audit_page(view)):
+        assert not any(map(obeys, shown))
+        assert "\\u001b[2J" in shown
+    assert "<script>" not in audit_page(view).partition("</head>")[2].replace("<script>\n", "")
+
+
+def test_every_console_that_speaks_is_one_that_escapes() -> None:
+    places = [path for path in SOURCES if "measure" not in path.parts and path.name != "lines.py"]
+    calls = [node for path in places for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    made = {ast.unparse(call) for call in calls if ast.unparse(call.func).endswith("Console")}
+    assert made == {"Console(quiet=True)"}

@@ -231,6 +231,20 @@ def test_a_decoder_whose_config_says_is_decoder_false_equals_the_plain_model():
     assert worst < 1e-4, f"{name} is off by {worst} after 3 steps"
 
 
+def test_devices_that_wait_in_many_collectives_at_once_have_threads_enough():
+    """On 10 threads XLA aborts this step; of shorter rows it would run one operation after another."""
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2}
+    config = DeepseekV2Config(
+        **(SMALL | latent | experts | {"num_hidden_layers": 4}), num_attention_heads=4, first_k_dense_replace=1
+    )
+    config.num_local_experts = config.n_routed_experts
+    model = meta_model(config)
+    case = make_case(auto_recipe(model, experts_modules(model), "fsdp=2,expert=4", 8).recipe, config)
+    batch = {name: values.reshape(8, 128) for name, values in make_batch(config, rows=64).items()}
+    check_equal(case.first_step(batch), case.clipped_reference_gradients(batch))
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_complex_position_embeddings_reach_scanned_and_rematerialised_layers_whole(scan):
     """The loss hardly tells: without their imaginary part it is off by 3e-7, and the attention's gradients by half."""

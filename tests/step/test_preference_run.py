@@ -45,7 +45,7 @@ def run(folder: Path, output: str, said: io.StringIO | None = None, **options: A
     console = Console(file=said or io.StringIO(), width=200)
     args = TrainingArguments(
         recipe="llama_fsdp",
-        model=str(folder / "model"),
+        model=str(folder / "model" / "config.json"),
         tokenizer=str(folder / "tokenizer"),
         sequence_length=64,
         output_dir=str(folder / output),
@@ -136,7 +136,7 @@ def test_a_mixture_beside_the_starting_weights_is_refused(folder: Path) -> None:
 def test_what_is_made_for_tokens_is_refused(folder: Path, what: str) -> None:
     args = TrainingArguments(
         recipe="llama_fsdp",
-        model=str(folder / "model"),
+        model=str(folder / "model" / "config.json"),
         dataset=str(folder / "pairs.jsonl"),
         output_dir=str(folder / "refused"),
         objective="orpo",

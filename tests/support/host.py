@@ -13,7 +13,8 @@ import resource
 import runpy
 import socket
 import sys
-from typing import NoReturn
+import time
+from typing import Any, NoReturn
 
 ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -45,6 +46,7 @@ def become(index: int, count: int, port: int, devices: int) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # jax's own heartbeats, which a TPU's runtime lacks, would end a job before our watchdog speaks
         jax.distributed.initialize(f"localhost:{port + 3}", count, index, heartbeat_timeout_seconds=10_000)
+    from shardwright.checkpoint.write import CheckpointWriter
     from shardwright.hosts import watchdog
     from tests.support import pjrt_devices
 
@@ -52,7 +54,19 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     limited, _, size = os.environ.get("HOST_FILE_LIMIT", "").partition(":")
     if limited == str(index):  # its disk takes no larger file
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+    writer: Any = CheckpointWriter
+    late, write = os.environ.get("HOST_LATE", ""), writer._write
+    if late == str(index):  # its disk answers a second later
+
+        def write_late(*arguments: Any) -> Any:
+            try:
+                return write(*arguments)
+            finally:
+                time.sleep(1)
+
+        writer._write = write_late
     watchdog.SILENT = float(os.environ.get("HOST_SILENT", watchdog.SILENT))
+    watchdog.STAYING = 0.5  # a host ends as soon as it has left
 
 
 def end(code: int) -> NoReturn:

@@ -8,10 +8,13 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, TrainerState
 
+from shardwright.checkpoint.write import CheckpointWriter, run_texts
 from shardwright.errors import UserError
+from shardwright.files.arrays import whole
 from shardwright.files.folder import Folder
+from shardwright.layout.mesh import Mesh
 from shardwright.layout.stacking import is_stacked
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
@@ -19,8 +22,12 @@ from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import layer_batches
 from shardwright.weights.weight_sources import seeded_init
+from shardwright.xla import sharding
+from shardwright.xla.device_mesh import build_mesh
+from tests.support.checkpoints import TEXTS, host
 from tests.support.fuzz import checkpoints
 from tests.support.hub_models import FAMILIES, config_of, place, same, save_theirs, tensors_in
+from tests.support.lives import TINY
 
 FORMATS = {"original": {}, "new": {"save_original_format": False}}
 
@@ -229,6 +236,35 @@ def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_
         assert exit_code(script.main) == 2
         assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_export_that_fails_leaves_the_folder_as_it_was_and_the_same_command_then_writes_it(
+    tmp_path, capsys, monkeypatch
+):
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import export as script
+
+    config, mesh = LlamaConfig(**TINY), build_mesh(Mesh(fsdp=8))
+    init = seeded_init(meta_model(config), 0)
+    values = {name: whole(init(name)) for name in meta_model(config).state_dict()}
+    state = {name: sharding.place(name, each, mesh, (None,) * each.dim()) for name, each in values.items()}
+    saves = CheckpointWriter(Folder(tmp_path / "run"), run_texts(TEXTS, config, checkpoints.tokenizer()))
+    saves.save(state, host(1), TrainerState(global_step=1))
+    saves.wait()
+    arguments = ["--checkpoint", str(tmp_path / "run" / "checkpoint-1"), "--output", str(tmp_path / "new")]
+    monkeypatch.setattr("sys.argv", ["export.py", *arguments])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert exit_code(script.main) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err
+    assert list((tmp_path / "new").iterdir()) == []
+    assert exit_code(script.main) == 0
+    written = tensors_in(tmp_path / "new")
+    assert all(torch.equal(written[name], each) for name, each in values.items())
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "new").iterdir()}
 
 
 def test_the_script_refuses_a_checkpoint_whose_tensors_are_not_its_config_s(tmp_path, capsys, monkeypatch):

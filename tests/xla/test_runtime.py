@@ -64,3 +64,20 @@ def test_devices_that_another_library_opened_before_are_refused_if_they_are_fewe
 
 def test_a_job_for_another_number_of_devices_is_refused(outcomes: list[str]) -> None:
     assert outcomes[2] == "a job for 1 devices: this process has 8"
+
+
+ABORTED = """
+import ctypes, threading, time
+from shardwright.xla.runtime import init_runtime
+init_runtime()
+threading.Thread(target=ctypes.CDLL(None).abort).start()  # as XLA's own threads do it
+time.sleep(600)
+"""
+
+
+def test_an_abort_of_xla_is_an_error_that_names_what_virtual_devices_wait_for() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    done = run("-c", ABORTED, env=environment | {"CPU_NUM_DEVICES": "2"})
+    assert done.returncode == 2
+    assert "error: virtual devices: 2, with 256 threads (NPROC)" in done.stderr
+    assert "Traceback" not in done.stderr

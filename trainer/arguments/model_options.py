@@ -22,9 +22,10 @@ class ModelArguments(Checked):
     )
     model: str | None = option(
         None,
-        "Hub id or local checkpoint folder (its weights are the start), or a folder or file with a config.json alone "
-        "(random init). Default: the recipe's own small model.",
+        "Hub id or local checkpoint folder, whose weights are the start; or a config's .json file, for random weights. "
+        "Default: the recipe's own small model, with random weights.",
     )
+    from_scratch: bool = option(False, "Start from random weights although --model is a hub id or a folder.")
     tokenizer: str | None = option(
         None,
         "Hub id or folder of a tokenizer. Default: the one with --model's weights, else a BPE trained on the dataset.",

@@ -21,6 +21,8 @@ _GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 class Schedule:
     """A learning rate for each step, by one of transformers' schedulers: a ``kind`` in :data:`KINDS`.
 
+    ``notice`` says that the rate never reaches its peak; it is empty if it does.
+
     Raises:
         UserError: the scheduler has no such argument as in ``options``, lacks one, or gives no rate with these.
     """
@@ -51,6 +53,9 @@ class Schedule:
         # all in KINDS are functions of the step alone, so any step can be skipped to
         self._factor, self._peak, self._step = scheduler.lr_lambdas[0], learning_rate, 0
         self._check_rates(warmup_steps, total_steps)
+        self.notice = ""
+        if warmup_steps >= total_steps and self._factor(total_steps - 1) < 1:
+            self.notice = f"warm-up of {warmup_steps} steps in a run of {total_steps}: it never reaches its peak"
 
     @property
     def learning_rate(self) -> float:

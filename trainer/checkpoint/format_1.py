@@ -7,7 +7,6 @@ refuses pickles of protocol 4, and `torch.load` makes a tensor as large as a rec
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import re
@@ -18,8 +17,7 @@ from typing import IO, Any
 from shardwright.checkpoint.lineage import folder_of, live_steps
 from shardwright.checkpoint.manifest import METADATA, is_whole, mark
 from shardwright.checkpoint.tensors import Piece, StoredTensors, read_index
-from shardwright.errors import UserError
-from shardwright.files.folder import Folder
+from shardwright.files.folder import Folder, suppress_damage
 from shardwright.files.safetensors_file import NAMES
 
 _AROUND = 64 << 10  # bytes; a record has some 1,500 beside its values
@@ -37,7 +35,7 @@ def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], sta
     if "lineage" in host:
         return
     home, live = folder.parent, []
-    with contextlib.suppress(UserError):
+    with suppress_damage():
         live = live_steps(home)
     earlier = [step for step in live if step < host["step"]] if host["step"] in live else []
     host["lineage"] = {str(step): mark(folder_of(home, step)) for step in earlier}

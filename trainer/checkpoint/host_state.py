@@ -93,6 +93,7 @@ def checked_host(host: dict[str, Any]) -> dict[str, Any]:
     _check(host, "metrics_read", type(host["metrics_read"]) is bool)
     _check(host, "data", isinstance(host["data"], dict))
     datetime.date.fromisoformat(host["data"].get("date", "2026-01-01"))
+    _check(host, "untrained", _is_count(host.get("untrained", 0)))
     lineage = host.get("lineage", {})
     steps = isinstance(lineage, dict) and all(_is_count(int(step)) for step in lineage)
     _check(host, "lineage", steps and all(isinstance(mark, str) for mark in lineage.values()))

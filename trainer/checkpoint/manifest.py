@@ -4,6 +4,8 @@ A folder without a manifest was left by a save that was killed. An object store 
 published in one piece there; the manifest marks a whole one in a store as on disk.
 """
 
+import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +24,7 @@ INDEX, METADATA = "tensors.json", ".metadata"
 TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
 ADAPTER = "adapter_config.json"  # of a run that trains an adapter
 TOKENIZER = "tokenizer"
+TRASH = re.compile(r"trash-\d+")  # in the output folder: checkpoints moved out of the way
 BLOCK = 16 << 20  # bytes that a check reads at a time
 LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
 LARGEST_MANIFEST = 64 << 20
@@ -132,12 +135,36 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
 
 def _is_entry(name: str, entry: Any) -> bool:
     base = name.removeprefix(f"{TOKENIZER}/")
-    if not base.isprintable() or base in ("", ".", "..", MANIFEST) or set(base) & set("/\\"):
+    parts = base.split("/")  # a tokenizer's files may lie in subfolders
+    if not base.isprintable() or "\\" in base or not {"", ".", "..", MANIFEST}.isdisjoint(parts):
+        return False
+    if base == name and len(parts) > 1:
         return False
     match entry:
         case {"bytes": int(size), "xxh3": str(digest)} if len(entry) == 2:
             return type(size) is int and 0 <= size < 1 << 62 and len(digest) == 16
     return False
+
+
+def make_room(folder: Folder) -> str | None:
+    """Moves a half checkpoint, or one that was set aside, out of a new one's place, to the `trash-N` that it returns.
+
+    That is removed after the next whole save: what looks half-written may be whole, and a save may fail.
+    """
+    if not (names := folder.names()) or not ours(names):
+        return None
+    home = folder.parent
+    free = next(name for number in itertools.count(1) if not home.exists(name := f"trash-{number}"))
+    folder.move(home / free)
+    return free
+
+
+def empty_trash(output: Folder) -> None:
+    """Removes what :func:`make_room` moved; whatever can't be removed stays until the next whole save."""
+    with contextlib.suppress(StorageError):
+        for trash in (output / name for name in output.names() if TRASH.fullmatch(name)):
+            if ours(trash.names()):
+                remove(trash)
 
 
 def remove(folder: Folder) -> None:

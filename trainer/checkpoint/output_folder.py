@@ -96,4 +96,4 @@ def resumes_in(asked: str | None, folder: Folder) -> bool:
 
 
 def _holds_something(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(entry.name != COMPILE_PAGE for entry in path.iterdir()))
+    return path.is_file() or any(name != COMPILE_PAGE for name in Folder(path).names())

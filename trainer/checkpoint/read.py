@@ -4,10 +4,12 @@ A checkpoint is opened in two parts: its small files (names, shapes and all that
 once, and its tensor files, nearly all of its bytes, only after the caller has accepted the small files.
 """
 
+import contextlib
 import copy
 import functools
 import json
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,16 +20,17 @@ from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from shardwright.checkpoint import format_1, host_state, manifest, tensors
-from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
+from shardwright.checkpoint.lineage import Lineage, folder_of, noted, noted_folder, saved_steps
 from shardwright.checkpoint.same_model import differences
 from shardwright.errors import UserError, command
 from shardwright.files.arrays import Array
-from shardwright.files.folder import Folder
+from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.model.meta_model import config_of
 from shardwright.models.adapters.lora import own_parameters
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
+from shardwright.weights.tokenizer_files import write_all
 
 T = TypeVar("T")
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
@@ -90,16 +93,17 @@ class RunCheckpoint:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         within = f"{manifest.TOKENIZER}/"
-        with tempfile.TemporaryDirectory() as local:
-            for name in self._files:
-                if name.startswith(within):
-                    Path(local, name.removeprefix(within)).write_bytes(self.folder.read(name))
+        inside = [name for name in self._files if name.startswith(within)]
+        with contextlib.ExitStack() as undo:
+            local = undo.enter_context(tempfile.TemporaryDirectory())
+            write_all(Path(local), {name.removeprefix(within): self.folder.read(name) for name in inside})
             try:
                 tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
                 tokenizer("text")  # it reads some settings only now
-                return tokenizer
             except Exception as error:  # of many types, as in _json
                 raise self._unusable(manifest.TOKENIZER, error) from error
+            weakref.finalize(tokenizer, undo.pop_all().close)  # as long as it lives, its files can be copied
+            return tokenizer
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
         """Raises UserError unless the weights are those of ``model``, on meta and unstacked, or of its adapter.
@@ -195,7 +199,7 @@ def find_checkpoint(
     ``latest`` passes over damaged ones, and says so; it does not see those that were set aside. None if nothing was
     asked for, or nothing was saved yet. Several hosts find the same. ``accept`` raises UserError if the run can't go on
     from a checkpoint, before its tensor files are read, which ends the search. Raises UserError too if the checkpoint
-    at the path is damaged or not there, or all of ``output`` are damaged.
+    at the path is damaged or not there, or all of ``output`` are damaged, and StorageError if that can't be told.
     """
     if asked is None:
         return None
@@ -205,9 +209,14 @@ def find_checkpoint(
         found.check_tensors(console)
         return found
     problems = []
-    for step in reversed(hosts().once(lambda: live_steps(output))):
+    for step, whole in reversed(hosts().once(lambda: saved_steps(output)).items()):
+        if not whole:
+            say(console, f"checkpoint-{step} is passed over: its save never ended (no {manifest.MANIFEST})")
+            continue
         try:
             found = hosts().together(functools.partial(RunCheckpoint, folder_of(output, step)))
+        except StorageError as error:
+            raise _untold(step, error) from error
         except UserError as error:
             problems.append(error.found)
         else:
@@ -215,6 +224,8 @@ def find_checkpoint(
             try:
                 found.check_tensors(console)
                 return found
+            except StorageError as error:
+                raise _untold(step, error) from error
             except UserError as error:
                 problems.append(error.found)
         say(console, f"checkpoint-{step} is passed over: {problems[-1]}")
@@ -227,3 +238,12 @@ def find_checkpoint(
         )
     say(console, f"no checkpoint in {output} yet: training starts anew")
     return None
+
+
+def _untold(step: int, error: StorageError) -> StorageError:
+    return StorageError(
+        asked=f"--resume_from_checkpoint latest, which is checkpoint-{step}",
+        found=f"{error.asked}: {error.found}",
+        why="so it can't be told whether that one is whole, and an older one would set it aside",
+        instead="the same command again; or an older one, by its path",
+    )

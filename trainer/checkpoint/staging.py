@@ -23,7 +23,7 @@ from rich.console import Console
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import folder_of, live_steps, run_of, whole_steps, write_lineage
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError
+from shardwright.files.folder import Folder, StorageError, suppress_damage
 from shardwright.hosts.hosts import Hosts, hosts
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
@@ -61,7 +61,7 @@ class Staging:
         made: dict[int, Files] = {}
         for step in whole_steps(self.place):
             folder = folder_of(self.place, step)
-            with contextlib.suppress(UserError, ValueError, KeyError, TypeError):  # it was damaged since
+            with suppress_damage(ValueError, KeyError, TypeError):
                 if step > newest and str(json.loads(folder.read(NOTE))["run"]) == run:
                     made[step] = manifest.read_manifest(folder)
         return made
@@ -70,9 +70,9 @@ class Staging:
         """The other output folders that have something staged in the same folder, as far as they can be read."""
         seen = set()
         for name in self.root.names():
-            place = self.root / name
-            for step in whole_steps(place) if name != self.place.name else ():
-                with contextlib.suppress(UserError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(UserError, ValueError, KeyError, TypeError):
+                place = self.root / name
+                for step in whole_steps(place) if name != self.place.name else ():
                     seen.add(str(json.loads(folder_of(place, step).read(NOTE))["output"]))
         return sorted(seen)
 
@@ -163,12 +163,6 @@ def publish(output: Folder, step: int, files: Files, steps: Collection[int], run
     manifest.write_manifest(folder_of(output, step), files)
 
 
-def make_room(folder: Folder) -> None:
-    """Removes a half checkpoint, or one that was set aside, in the place of a new one."""
-    if manifest.ours(folder.names()):
-        manifest.remove(folder)
-
-
 def recover(
     staging: Staging, output: Folder, claimed: Callable[[], contextlib.AbstractContextManager[None]], console: Console
 ) -> None:
@@ -199,6 +193,8 @@ def _recover_one(staging: Staging, output: Folder, step: int, files: Files, cons
                 if source.exists(name):
                     manifest.check(source, {name: files[name]}, advance)
                     whole.append(name)
+            except StorageError:
+                raise
             except UserError as error:
                 problems.append(error.found)
     said = job.gather((whole, problems))
@@ -209,7 +205,7 @@ def _recover_one(staging: Staging, output: Folder, step: int, files: Files, cons
         say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found[0]}")
         return
     own = [name for name in files if who[name] == job.index]
-    job.once(lambda: make_room(target))
+    job.once(lambda: manifest.make_room(target))
     with byte_bar(console, f"copying {source} to {output}", sum(int(files[name]["bytes"]) for name in own)) as advance:
         job.together(lambda: copy_files(source, target, own, files, advance))
     job.once(lambda: publish(output, step, files, live_steps(output), run_of(output) or ""))

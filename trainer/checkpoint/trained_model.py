@@ -1,18 +1,21 @@
 """TrainedModel: the model on the devices, saved, written out, or given other weights."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.checkpoint.read import open_checked, saved_buffers
+from shardwright.files.arrays import Array
 from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.lines import waiting
 from shardwright.weights.adapter_weights import files_of, weights_of
+from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.peft_files import save_adapter
@@ -33,6 +36,11 @@ class TrainedModel:
     tokenizer: PreTrainedTokenizerBase
     console: Console
 
+    @property
+    def untrained(self) -> Mapping[str, Array]:
+        """What the files of the starting weights hold beside the model's own, by their names."""
+        return self.base.untrained if isinstance(self.base, HubWeights) else {}
+
     def saved(self, state: Tensors) -> Tensors:
         """A checkpoint's tensors: the train step's ``state`` and buffers; no frozen weights under an adapter."""
         left_out = self.job.untrained if self.job.lora is not None else frozenset()
@@ -49,7 +57,8 @@ class TrainedModel:
                 return
             # a copy, since a model's config is written with the dtype of its weights
             whole = part_and_rest(source, self.base, facts.names_in_whole)
-            export(folder, copy.deepcopy(facts.whole), whole, self.tokenizer, console=self.console)
+            model = copy.deepcopy(facts.whole)
+            export(folder, model, whole, self.tokenizer, console=self.console, untrained=self.untrained)
 
     def in_checkpoint(self, folder: Folder) -> Source:
         """The weights in a checkpoint of this run; raises UserError if they can't be read, or are another model's."""

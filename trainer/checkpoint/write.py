@@ -8,31 +8,44 @@ folder; if that fails it is tried again, and the run stops only where two checkp
 
 import contextlib
 import functools
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from shardwright.checkpoint import manifest, tensors
-from shardwright.checkpoint.lineage import NAME, Lineage, folder_of, line_to, steps_in, whole_steps, write_lineage
+from shardwright.checkpoint.lineage import (
+    NAME,
+    Lineage,
+    folder_of,
+    line_to,
+    noted_steps,
+    steps_in,
+    whole_steps,
+    write_lineage,
+)
 from shardwright.checkpoint.read import RunCheckpoint
-from shardwright.checkpoint.staging import MOST, Files, Staging, copy_files, make_room, publish
+from shardwright.checkpoint.staging import MOST, Files, Staging, copy_files, publish
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError, as_json
+from shardwright.files.folder import Folder, StorageError, as_json, suppress_damage
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.weights.tokenizer_files import tokenizer_files
 from shardwright.xla import sharding
 
 T = TypeVar("T")
 _OVER: Future[Any] = Future()  # in the place of a write or a copy while there is none
 _OVER.set_result(None)
+
+
+def _over(future: Future[Any]) -> bool:
+    """Whether all hosts' have ended: one that went on, or wrote out its model, alone would compute what none joins."""
+    return future is _OVER or all(hosts().gather(future.done()))
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
@@ -92,7 +105,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self.staging.leave()
 
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
-        """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
+        """Makes the line that ends in ``resume`` the folder's live one, and moves the remains of killed saves away.
 
         A run that starts anew, or goes on from another folder's checkpoint, begins a line of its own. Returns the steps
         of whole checkpoints that are set aside: no run removes them, but one that comes to its step replaces it.
@@ -106,13 +119,16 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def _begun(self, resume: RunCheckpoint | None) -> Lineage:
         self.check_held()
-        for step in steps_in(self.output):
+        own = resume if resume is not None and resume.folder == folder_of(self.output, resume.step) else None
+        steps = steps_in(self.output)
+        stay = steps  # if the lineage is damaged, all may be the run's
+        with suppress_damage():
+            stay = [step for step in noted_steps(self.output) if own is None or step > own.step]
+        for step in steps:
             folder = folder_of(self.output, step)
-            if not manifest.is_whole(folder):
-                make_room(folder)
-        line: Lineage = {}
-        if resume is not None and resume.folder == folder_of(self.output, resume.step):
-            line = line_to(self.output, resume.step, resume.ancestors)
+            if step not in stay and not manifest.is_whole(folder) and (trash := manifest.make_room(folder)):
+                self.notice(f"checkpoint-{step}, whose save never ended, is {trash} until the next one is whole")
+        line = {} if own is None else line_to(self.output, own.step, own.ancestors)
         write_lineage(self.output, line, self.run)
         return line
 
@@ -149,12 +165,16 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self._writing = self._thread.submit(self._write, host["step"], fill, best, urgent)
         return pause, before
 
+    def has_arrived(self, step: int) -> bool:
+        """Whether this run's checkpoint of ``step`` is whole in ``output``."""
+        return step in self.lineage and step not in self._waiting
+
     def finished(self) -> Saved | None:
-        """The write that has ended since the last call, if one has; raises StorageError if it failed."""
-        if not self._writing.done():
+        """The write that has ended on all hosts since the last call, if one has; raises StorageError if it failed."""
+        if not _over(self._writing):
             return None
         saved = self._written()
-        if saved is None and self._copying.done():  # and no write under way begins another
+        if saved is None and _over(self._copying):  # and no write under way begins another
             self._copied()
         return saved
 
@@ -193,14 +213,19 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         except LostHost:
             raise
         except UserError as error:
-            steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
-            kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
-            raise StorageError(
+            try:
+                steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
+                kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
+            except StorageError as other:
+                kept = f"nor can it be told which one is whole ({other.found})"
+            failed = StorageError(
                 asked=f"a checkpoint in {self.output}",
                 found=f"{error.asked}: {error.found}",
                 why=f"a run that can't be saved must not go on as if it were; {kept}",
                 instead=error.instead,
-            ) from error
+            )
+            failed.known_to_all = error.known_to_all
+            raise failed from error
 
     # ---- in the threads ----
 
@@ -262,18 +287,19 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def _put(self, job: Hosts, step: int, fill: Callable[[Folder], Files]) -> Files:
         """Has ``fill`` write the files of a checkpoint into the output folder, and makes it whole."""
         folder = folder_of(self.output, step)
+        job.once(self.check_held)
+        job.once(lambda: manifest.make_room(folder))
         try:
-            job.once(self.check_held)
-            job.once(lambda: make_room(folder))
             files = fill(folder)
             job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
-            if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
-                with contextlib.suppress(UserError):  # the user must hear why the save failed, not this
+            with contextlib.suppress(UserError):  # the user must hear why the save failed, not this
+                if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
                     manifest.remove(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now
         job.once(lambda: manifest.check_written(folder, files))
+        job.once(lambda: manifest.empty_trash(self.output))
         return files
 
     def _note(self, step: int, mark: str) -> None:
@@ -296,7 +322,7 @@ def _fill(
 ) -> Files:
     """Has each host write its tensors, and then the first all other files; returns the manifest's entries."""
     part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
-    parts = job.gather(part)
+    parts = [tensors.TensorPart(*each) for each in job.gather((part.files, part.pieces))]
 
     def write_rest() -> Files:
         files = tensors.write_index(folder, parts, shapes)
@@ -316,8 +342,5 @@ def run_texts(
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as local:
-            tokenizer.save_pretrained(local)
-            for path in sorted(Path(local).iterdir()):
-                files[f"{manifest.TOKENIZER}/{path.name}"] = path.read_bytes()
+        files |= {f"{manifest.TOKENIZER}/{name}": data for name, data in tokenizer_files(tokenizer).items()}
     return files

@@ -17,7 +17,7 @@ from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.errors import UserError
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 
 if TYPE_CHECKING:
     from shardwright.compile.compile_job import CompileJob
@@ -30,8 +30,7 @@ DOES_NOT_FIT = 3
 
 def main(words: list[str], description: str | None) -> int:
     """`scripts/compile.py`: runs its command line, and returns the exit code."""
-    # no accelerator, and modules' names in the compiler's output: both before torch_xla is imported
-    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1")  # no accelerator; before torch_xla opens one
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides deprecations in XLA's C++ log
     logging.disable(logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves no compiling process and no files
@@ -53,9 +52,10 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     from shardwright.compile.search.remat_share import compile_auto
     from shardwright.compile.search.search import search
     from shardwright.compile.search.tune import tune
+    from shardwright.layout.plan_warnings import plan_warnings
     from shardwright.step.auto_remat import is_auto
 
-    console = console or Console()
+    console = console or Terminal()
     if options.topology is None:
         raise UserError(
             asked="a compile for a TPU",
@@ -74,6 +74,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
                 instead="a file in a folder that exists",
             )
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
+    for text in plan_warnings(job.job.plan):
+        say(console, f"plan:    {text}")
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
     if auto := is_auto(job.job):

@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +24,11 @@ from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, is_whole, publish
+from shardwright.files.scratch import scratch_folder
 from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import find_topology
 
-_FORMAT = 2  # part of the cache's key: raise it when the compiling process leaves other files
+_FORMAT = 3  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
 _CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
@@ -126,8 +126,7 @@ def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
 def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarget, folder: Path) -> None:
     """Runs the compiling process and publishes the files that it leaves as ``folder``, in one piece."""
     folder.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".working-") as name:
-        work = Path(name)
+    with scratch_folder(folder.parent, ".working-") as work:
         (work / "step.hlo.pb").write_bytes(lowered.hlo)
         (work / "request.json").write_text(json.dumps(request))
         began = time.monotonic()

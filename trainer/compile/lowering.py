@@ -23,7 +23,7 @@ from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.layout.plan import ParameterPlan
 from shardwright.layout.stacking import is_stacked
 from shardwright.models.layers.decoder_layers import DecoderLayers
-from shardwright.models.ops import jax_call
+from shardwright.models.ops import jax_call, scopes
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.auto_remat import LayerValue, layer_values
 from shardwright.step.build import evaluation_step, place_model
@@ -74,7 +74,7 @@ def lower(
     torch.ones(1, device=torch_xla.device()).cpu()
     mesh = AbstractMesh(job.plan.mesh, chip)
     try:
-        with jax_call.lowering_for(platform, compiler_flags):
+        with jax_call.lowering_for(platform, compiler_flags), scopes.kept():
             return _lower(job, graph, mesh)
     finally:
         # Tensors without data must not outlive this: a sync of all lazy tensors would try to compute them. The mesh

@@ -7,7 +7,6 @@ Shape legend: S tokens in a row (``sequence_length``).
 """
 
 import functools
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from shardwright.data.tokenizer import (
 )
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
+from shardwright.files.scratch import scratch_folder
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
@@ -280,8 +280,8 @@ def _scratch_in(root: Path) -> Iterator[Path]:
     if shown:
         datasets.disable_progress_bars()
     try:
-        with tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as scratch:
-            yield Path(scratch)
+        with scratch_folder(root, "scratch-") as scratch:
+            yield scratch
     finally:
         if shown:
             datasets.enable_progress_bars()

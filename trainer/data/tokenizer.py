@@ -33,7 +33,8 @@ def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
             asked=f"the tokenizer of {name}",
             found=f"{type(error).__name__}: {error}",
             why="text must be turned into the model's tokens",
-            instead="--tokenizer with a hub id or a folder that holds tokenizer.json",
+            instead="--tokenizer with a hub id or a folder that holds tokenizer.json; a tokenizer.model alone is read "
+            "through the package sentencepiece",
         ) from error
 
 

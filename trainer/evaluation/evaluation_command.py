@@ -10,7 +10,7 @@ from rich.console import Console
 from shardwright.errors import UserError, did_you_mean
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.hosts.hosts import hosts
-from shardwright.report.lines import say, waiting
+from shardwright.report.lines import Terminal, say, waiting
 
 
 def run(options: EvaluationArguments, console: Console | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
 
     from shardwright.evaluation.open_model import open_model
 
-    console = console or Console()
+    console = console or Terminal()
     if options.output_path is not None:
         _check_writable(options.output_path)
     with waiting(console, "reading the tasks …"):

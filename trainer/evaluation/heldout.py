@@ -11,6 +11,7 @@ from shardwright.data.rows.batches import Batch, heldout_batches
 from shardwright.data.rows.rows import StoredRows
 from shardwright.job import Job
 from shardwright.report.bars import tracked
+from shardwright.report.lines import say
 from shardwright.step.eval_step import EvalStep, prefix_of
 from shardwright.xla.stop_requests import StopRequests
 
@@ -29,8 +30,8 @@ class Evaluator:
         event: Callable[..., None],  # tells the callbacks of an event by its name
         tell: Callable[[dict[str, float]], None],  # called with the log entries of each set
     ) -> None:
-        most = job.args.max_eval_rows
-        self.sets: Mapping[str, StoredRows] = {n: rows.spread(most) for n, rows in corpus.heldout_sets.items()}
+        self._most = job.args.max_eval_rows
+        self.sets: Mapping[str, StoredRows] = {n: rows.spread(self._most) for n, rows in corpus.heldout_sets.items()}
         names = [f"{prefix_of(name)}_loss" for name in self.sets]
         self.first_loss, self.last_loss = names[0], names[-1]
         self.step, self._rows, self._share = step, job.evaluation_rows, share
@@ -43,12 +44,15 @@ class Evaluator:
     def __call__(
         self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval", *, stoppable: bool = False
     ) -> dict[str, float]:
-        """Evaluate the held-out sets, or ``sets``; returns log entries, and tells each set's as it ends.
+        """Evaluate ``max_eval_rows`` of each held-out set, or of ``sets``; returns log entries, and tells each set's.
 
         If ``stoppable``, a signal ends it within a batch, and nothing is told of the set that it cut short.
         """
         entries: dict[str, float] = {}
-        for name, rows in (self.sets if sets is None else sets).items():
+        for name, given in (self.sets if sets is None else sets).items():
+            rows = given.spread(self._most)
+            if len(rows) < len(given):  # of its own sets a run has said so
+                say(self._console, f"eval:    {len(rows):,} of {len(given):,} rows evaluated (--max_eval_rows)")
             found = self.step(self._batches(rows, stoppable)).named(prefix_of(name, prefix))
             if stoppable and self._stop.any:
                 break

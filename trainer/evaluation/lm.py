@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 from shardwright.evaluation.decoders import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
@@ -72,6 +73,7 @@ class LM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        try_template(self.tokenizer, chat_history)
         try:
             text = self.tokenizer.apply_chat_template(
                 chat_history,

@@ -25,7 +25,7 @@ from shardwright.step.build import place_model
 from shardwright.step.placed_model import PlacedModel
 from shardwright.weights.adapter_weights import check_adapter, weights_of
 from shardwright.weights.hub_read import open_hub_weights, reading
-from shardwright.weights.weight_sources import has_weights
+from shardwright.weights.weight_sources import means_weights
 from shardwright.xla.device_mesh import build_mesh, check_mesh
 from shardwright.xla.runtime import device_count, init_runtime
 
@@ -74,7 +74,7 @@ def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None)
         )
     if saved is not None and saved.has_adapter:
         return _saved_base(saved), options.model
-    if saved is None and not has_weights(options.model):
+    if saved is None and not means_weights(options.model, from_scratch=False):
         raise UserError(
             asked=f"--model {options.model}",
             found="no weights there",
@@ -87,12 +87,13 @@ def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None)
 def _named_base(folder: str) -> str:
     """The base model that the config of the adapter in ``folder`` names."""
     try:
-        base: Any = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        config: Any = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
     except (OSError, ValueError, AttributeError) as error:
-        base, found = None, f"{CONFIG}: {type(error).__name__}: {error}"
+        base, revision, found = None, None, f"{CONFIG}: {type(error).__name__}: {error}"
     else:
-        found = f"an adapter whose {CONFIG} names no base_model_name_or_path"
-    if not isinstance(base, str) or not base:
+        found = f"an adapter whose {CONFIG} has base_model_name_or_path={base!r:.200}, revision={revision!r:.80}"
+    if not isinstance(base, str) or not base or revision not in (None, "main"):
         raise UserError(
             asked=f"--model {folder}",
             found=found,
@@ -105,7 +106,7 @@ def _named_base(folder: str) -> str:
 def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
     """The weights that a checkpoint's run started from, which hold the frozen part."""
     base = saved.arguments.get("model") or ""
-    if needed and not (base and has_weights(base)):
+    if needed and not means_weights(base, saved.arguments.get("from_scratch", False)):
         raise UserError(
             asked=f"--model {saved.folder}",
             found=f"an adapter's checkpoint, of a run whose --model was {base or 'not given'}",

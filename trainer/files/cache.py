@@ -20,13 +20,19 @@ SUMS = "checksums.json"  # file → its size and checksum, in each published fol
 
 
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """Returns ``load(folder)``. Without a whole one, ``build`` makes it anew in ``scratch`` and it is published."""
+    """Returns ``load(folder)``. Without a whole one, ``build`` makes it anew in ``scratch`` and it is published.
+
+    Raises UserError if it can't be written.
+    """
     if is_whole(folder):
         return load(folder)
     made = scratch / folder.name
-    made.mkdir()
-    build(made)
-    publish(made, folder)
+    try:
+        made.mkdir()
+        build(made)
+        publish(made, folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
     return load(folder)
 
 
@@ -91,13 +97,17 @@ def cache_root(cache_dir: Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
-        raise UserError(
-            asked=f"the cache folder {root}",
-            found=str(error),
-            why="tokenizers, packed rows and compiled steps are kept there",
-            instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
-        ) from error
+        raise _unwritable(root, error) from error
     return root
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        asked=f"the cache folder {folder}",
+        found=str(error),
+        why="tokenizers, packed rows and compiled steps are kept there",
+        instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
+    )
 
 
 def digest(content: Sequence[Any]) -> str:

@@ -3,6 +3,9 @@
 A path with a scheme (``gs://``, ``s3://``, ``memory://``) goes through fsspec; one without is on this machine's disk.
 A file appears whole or not at all: a store shows an object only after its upload, and on disk the file is written
 under another name and then renamed.
+
+What can't be told is an error, and never "not there": only the system's ENOENT and ENOTDIR mean that, and a store's
+"not found" to which its listing agrees.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import fsspec
 from shardwright.errors import TransientError, UserError
 
 TEMPORARY = ".tmp"  # suffix of a file that is being written
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class StorageError(TransientError):
@@ -87,18 +91,29 @@ class Folder:
         """The sorted names of its files and folders; none without the folder."""
         with errors("list", self._path):
             if not self.remote:
-                return sorted(os.listdir(self._path)) if os.path.isdir(self._path) else []
-            try:
-                found = self._store.ls(self._path, detail=False)
-            except FileNotFoundError:
+                with contextlib.suppress(*_ABSENT):
+                    return sorted(os.listdir(self._path))
                 return []
+            found = self._listing() or self._listing()  # a store that says "nothing" is asked again
             names = {str(path).rstrip("/").rpartition("/")[2] for path in found}
             return sorted(names - {self.name, ""})  # some stores list the folder's own marker
 
+    def _listing(self) -> list[Any]:
+        with contextlib.suppress(*_ABSENT):
+            return list(self._store.ls(self._path, detail=False))
+        return []
+
     def exists(self, name: str) -> bool:
+        """Whether there is such an entry; raises StorageError if that can't be told.
+
+        fsspec's own `exists` is not asked: whatever goes wrong, most stores' says no.
+        """
         path = self._join(name)
-        with errors("look for", path):
-            return bool(self._store.exists(path)) if self.remote else os.path.exists(path)
+        with errors("look for", path), contextlib.suppress(*_ABSENT):
+            self._store.info(path) if self.remote else os.stat(path)
+            return True
+        folder, _, last = path.rpartition("/")
+        return self.remote and last in Folder(folder).names()
 
     def is_file(self, name: str) -> bool:
         """Whether ``name``, perhaps in a subfolder, is a regular file: no link, folder, pipe or device."""
@@ -113,7 +128,7 @@ class Folder:
         """The type of the entry ``name`` on disk, links not followed; 0 without one."""
         try:
             return os.lstat(self._join(name)).st_mode
-        except (FileNotFoundError, NotADirectoryError):  # of another error there is no telling: it is raised
+        except _ABSENT:
             return 0
 
     def size(self, name: str) -> int:
@@ -157,7 +172,7 @@ class Folder:
     def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Opens a file for writing that replaces ``name``, whole, when the ``with`` ends, or not at all.
 
-        If writing fails, on a disk the old file stays; a store may have lost it.
+        If writing fails, on a disk the old file stays; a store may have lost it, unless :meth:`write` wrote.
         """
         temporary = name if self.remote else f".{name}{TEMPORARY}"
         with self.open(temporary, "wb") as file:
@@ -173,9 +188,53 @@ class Folder:
                 os.close(handle)
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file whole or not at all; see :meth:`writing`."""
-        with self.writing(name) as file:
-            file.write(data)
+        """Writes a file whole or not at all; if that fails, the old one stays."""
+        if not self.remote:
+            with self.writing(name) as file:
+                file.write(data)
+            return
+        with errors("write", self._join(name)):
+            self._fs.makedirs(self._path, exist_ok=True)
+            self._store.pipe_file(self._join(name), data)  # one request: a stream that breaks off is removed
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Folder]:
+        """A folder for files that come into this one, new or empty, when the ``with`` ends; after an error none does.
+
+        On a disk it lies within this one, which may be a mount; what a kill leaves of it is removed the next time. A
+        store has no renaming: there it is this one, which an error empties.
+        """
+        aside = self if self.remote else self / TEMPORARY
+        if not self.remote:
+            aside.remove()
+        moved: list[str] = []
+        try:
+            yield aside
+            with errors("write", self._path):
+                # weights last: with them the folder passes for whole
+                for name in [] if self.remote else sorted(aside.names(), key=lambda n: (".safetensors" in n, n)):
+                    moved.append(name)
+                    os.rename(aside._join(name), self._join(name))
+        except BaseException:
+            for name in moved:
+                with contextlib.suppress(OSError):  # it did not come so far
+                    os.rename(self._join(name), aside._join(name))
+            with contextlib.suppress(StorageError):  # the user must hear of the other error
+                aside.remove()
+            raise
+        if not self.remote:
+            with contextlib.suppress(StorageError):  # empty by now
+                aside.remove()
+
+    def move(self, to: Folder) -> None:
+        """Gives the folder the path of ``to``, which must not be there; in a store by copies, so not at once."""
+        with errors("move", self._path):
+            if not self.remote:
+                os.rename(self._path, str(to))
+                return
+            files, own = self._store.find(self._path), len(self._fs._strip_protocol(self._path))
+            self._fs.copy(files, [str(to) + file[own:] for file in files], on_error="raise")
+            self._fs.rm(self._path, recursive=True)
 
     def remove_file(self, name: str) -> None:
         """Removes a file if it exists."""
@@ -215,6 +274,12 @@ class UnwrittenFolder(Folder):
         with self.open(name, "wb") as file:
             yield file
 
+    def write(self, name: str, data: bytes) -> None:
+        pass
+
+    def move(self, to: Folder) -> None:
+        pass
+
     def remove_file(self, name: str) -> None:
         pass
 
@@ -247,6 +312,16 @@ def errors(action: str, path: str) -> Iterator[None]:
             why="the disk or the store did not do it",
             instead="more room there, or another --output_dir" if full else reach,
         ) from error
+
+
+@contextlib.contextmanager
+def suppress_damage(*kinds: type[Exception]) -> Iterator[None]:
+    """Suppresses a UserError about what is damaged, and ``kinds``; not a StorageError, after which nothing is known."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, StorageError) or not isinstance(error, (UserError, *kinds)):
+            raise
 
 
 def as_json(value: Any) -> bytes:

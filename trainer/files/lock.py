@@ -124,7 +124,12 @@ class _Kernel:
         raise _held(self.folder)
 
     def check_held(self) -> None:
-        if os.path.exists(self.path) and not self._is_there(self.handle):  # the file was removed, and a run came
+        with errors("look for", self.path):
+            try:
+                there = os.stat(self.path)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        if not os.path.samestat(os.fstat(self.handle), there):  # the file was removed, and a run came
             raise _lost(self.folder)
 
     def release(self) -> None:

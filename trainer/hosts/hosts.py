@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwright.errors import LOST, TransientError, UserError, exit_code_of
+from shardwright.hosts import channel
 from shardwright.hosts.restarts import note
 from shardwright.hosts.watchdog import CONNECT, Watchdog
 
@@ -44,43 +46,50 @@ class Hosts:
 
     def gather(self, value: T) -> list[T]:
         """The hosts' values, in their order, on all; raises UserError if one refuses something in :meth:`together`."""
-        return [outcome.value for outcome in self._exchange(_Outcome(value))]
+        return self._exchange(value)
 
     def once(self, make: Callable[[], T]) -> T:
         """The first host's result, or refusal, on every host."""
         if not self.several:
             return make()
-        made: list[Any] = [self.together(make if self.first else lambda: None)]
-        self._speak(lambda: dist.broadcast_object_list(made, src=0, group=self._group))
-        return made[0]
+        made = self.together(make if self.first else lambda: None)
+        return self._speak(lambda: channel.broadcast(made, self._group))
 
     def together(self, do: Callable[[], T]) -> T:
         """This host's result. One host's refusal is raised on all, wherever they are in ``do`` by then."""
         if not self.several:
             return do()
-        mine = _outcome(do)
-        self._exchange(_Outcome(problem=mine.problem))
-        return mine.value
+        result: Any = None
+        problem = None
+        try:
+            result = do()
+        except UserError as error:
+            if error.known_to_all:
+                raise
+            texts = {name: getattr(error, name) for name in ("asked", "found", "why", "instead")}
+            problem = (type(error).__name__, texts)
+        self._exchange(None, problem)
+        return result
 
-    def _exchange(self, mine: _Outcome) -> list[_Outcome]:
-        """The outcome of each host; all raise the first host's problem, if any has one."""
+    def _exchange(self, value: T, problem: tuple[str, dict[str, str]] | None = None) -> list[T]:
+        """The value of each host; all raise the first host's problem, if any has one."""
         if not self.several:
-            return [mine]
-        found: list[Any] = [None] * self.count
-        self._speak(lambda: dist.all_gather_object(found, mine, group=self._group))
-        for host, outcome in enumerate(found):
-            if outcome.problem is not None:
-                kind, texts = outcome.problem
+            return [value]
+        found = self._speak(lambda: channel.gather((value, problem), self.count, self._group))
+        for host, (_, problem) in enumerate(found):
+            if problem is not None:
+                kind, texts = problem
                 where = f"on host {host}: " if host else ""
-                error: Any = kind(**{**texts, "found": where + texts["found"]})
+                error = _kinds(UserError).get(kind, UserError)(**{**texts, "found": where + texts["found"]})
                 error.known_to_all = True
                 raise error
-        return found
+        return [each for each, _ in found]
 
-    def _speak(self, say: Callable[[], None]) -> None:
+    def _speak(self, say: Callable[[], T]) -> T:
         try:
-            say()
+            return say()
         except RuntimeError as error:
+            self.watchdog.obey()
             raise LostHost(
                 asked=f"a word from each of {self.count} hosts",
                 found=f"on host {self.index}: {' '.join(str(error).split())[:_SHOWN]}",
@@ -128,22 +137,12 @@ class LostHost(TransientError):
     code = LOST
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    value: Any = None
-    problem: tuple[type[UserError], dict[str, str]] | None = None
-
-
-def _outcome(make: Callable[[], Any]) -> _Outcome:
-    """The result or refusal of ``make``; a refusal that all hosts know is raised as it is."""
-    try:
-        return _Outcome(make())
-    except UserError as error:
-        if getattr(error, "known_to_all", False):
-            raise
-        # an exception whose arguments have no default can't be pickled
-        texts = {name: getattr(error, name) for name in ("asked", "found", "why", "instead")}
-        return _Outcome(problem=(type(error), texts))
+def _kinds(kind: type[UserError]) -> dict[str, type[UserError]]:
+    """``kind`` and the classes made from it, by their names."""
+    found = {kind.__name__: kind}
+    for each in kind.__subclasses__():
+        found |= _kinds(each)
+    return found
 
 
 def _cut(text: str) -> str:
@@ -171,6 +170,7 @@ def connect(index: int, count: int, address: str, port: int) -> None:
         dist.init_process_group("gloo", store=server, rank=index, world_size=count, timeout=PATIENCE)
         # whoever waits in a store's connection blocks it, so the watchdog has one of its own
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
+        token = channel.broadcast(secrets.token_hex())  # whoever reaches the store can write to it, and read a key
     except (RuntimeError, ValueError) as error:
         raise LostHost(
             asked=f"to bring {count} hosts together at {address}:{port}",
@@ -179,8 +179,8 @@ def connect(index: int, count: int, address: str, port: int) -> None:
             instead="a job whose hosts all start within ten minutes, and a network that lets them reach host 0; "
             "MASTER_ADDR and MASTER_PORT name another address of it, and a free port",
         ) from None
-    _job = Hosts(index, count, Watchdog(index, count, store))
-    note(job=[index, count, address, port])
+    _job = Hosts(index, count, Watchdog(index, count, dist.PrefixStore(token, store)))
+    note(job=[index, count, address, port, token])
     _job.watchdog.start()
     atexit.register(leave)
 
@@ -189,6 +189,7 @@ def leave() -> None:
     """Takes leave of the others, who need not wait for this process; the first serves them until they have gone."""
     if not (_job.several and dist.is_initialized()):
         return
+    _job.watchdog.stop()
     _job.watchdog.leave()
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()

@@ -7,14 +7,19 @@ hours of training. A closed terminal also sends SIGHUP, which is ignored.
 import contextlib
 import io
 import os
+import re
 import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwright.errors import UserError, exit_code_of
+from shardwright.errors import BUG, Terminated, UserError, exit_code_of
+from shardwright.report.escapes import escaped
+
+_BETWEEN_BARS = re.compile(r"\n*(\x1b\[A)*")  # tqdm/std.py: moveto
 
 
 class _Lasting(io.FileIO):
@@ -37,10 +42,39 @@ class _Lasting(io.FileIO):
             return memoryview(data).nbytes
 
 
-def make_output_last() -> contextlib.ExitStack:
+class _Escaping(io.TextIOWrapper):
+    """A text stream that escapes whatever a terminal would obey, but what tqdm does between the lines of its bars.
+
+    ``unescaped`` is the same stream for a :class:`Terminal`, whose own sequences are left as they are.
+    """
+
+    def write(self, text: str) -> int:
+        if not _BETWEEN_BARS.fullmatch(text):
+            begin = "\r" if text.startswith("\r") else ""
+            text = begin + escaped(text.removeprefix("\r"))
+        return super().write(text)
+
+    @property
+    def unescaped(self) -> Any:
+        return _Unescaped(self)
+
+
+class _Unescaped:
+    def __init__(self, stream: _Escaping) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def make_output_last(kind: type[io.TextIOWrapper] = io.TextIOWrapper) -> contextlib.ExitStack:
     """Replaces ``sys.stdout`` and ``sys.stderr`` by such streams, and ignores SIGHUP, until the result is closed.
 
     A stream that does not write straight to a descriptor (a notebook's, a test's) stays, as does a handler of SIGHUP.
+    ``kind``: of the text streams.
     """
     undo = contextlib.ExitStack()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
@@ -57,7 +91,7 @@ def make_output_last() -> contextlib.ExitStack:
         lasting: Any = _Lasting(raw.fileno())
         buffer = lasting if raw is stream.buffer else io.BufferedWriter(lasting)
         look = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        replacement = io.TextIOWrapper(buffer, **look)
+        replacement = kind(buffer, **look)
         setattr(sys, name, replacement)
         undo.callback(setattr, sys, name, stream)
         undo.callback(replacement.flush)
@@ -84,15 +118,22 @@ def fill_closed_descriptors() -> None:
 def exit_code(main: Callable[[], int | None]) -> int:
     """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C.
 
-    To the program's end, failed writes to standard output and error are dropped.
+    An error that nobody foresaw, and that would come again, is printed with its traceback, and the code is 70.
+
+    To the program's end, failed writes to standard output and error are dropped, and what is written is escaped.
     """
     fill_closed_descriptors()
-    make_output_last()
+    make_output_last(_Escaping)
     try:
         return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, Terminated) as error:
+        print("interrupted" if isinstance(error, KeyboardInterrupt) else "terminated", file=sys.stderr)
         return exit_code_of(error)
+    except Exception as error:
+        if (code := exit_code_of(error)) != BUG:
+            raise
+        traceback.print_exc()
+        return code

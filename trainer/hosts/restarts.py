@@ -18,12 +18,22 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError, command, without_credentials
+from shardwright.errors import (
+    BUG,
+    INTERRUPTED,
+    LOST,
+    PREEMPTED,
+    TERMINATED,
+    TransientError,
+    UserError,
+    command,
+    without_credentials,
+)
 
 NOTES = "SHARDWRIGHT_NOTES"  # in a child's environment: the path of its notes
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-_ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
+_ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, TERMINATED, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -190,9 +200,9 @@ def decide(ended: Sequence[RunEnd], restarts: int, limit: int) -> Verdict:
     """The verdict on the ends of all hosts' runs, in order of hosts, after so many ``restarts``.
 
     A lost host ends the others in various ways (torch_xla's coordinator aborts them, a computation raises), so one
-    transient end makes up for others without a reason. A user's error and a request to stop are final.
+    transient end makes up for others without a reason. A user's error, a bug and a request to stop are final.
     """
-    refused = [each for each in ended if each.code == 2 and not each.transient]
+    refused = [each for each in ended if each.code in (2, BUG) and not each.transient]
     if final := [*refused, *(each for each in ended if each.stopped)]:
         return Verdict(False, final[0].code)
     begun = restarts > 0 or any(each.begun for each in ended)

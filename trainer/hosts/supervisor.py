@@ -20,12 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from rich.console import Console
-
 from shardwright.errors import LOST, UserError, command
 from shardwright.hosts.restarts import NOTES, LastRestart, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
-from shardwright.hosts.watchdog import CONNECT, LOOK, SILENT, Silence, part
-from shardwright.report.lines import say
+from shardwright.hosts.watchdog import CONNECT, LOOK, SILENT, Silence, awake, part
+from shardwright.report.lines import Terminal, say
 
 T = TypeVar("T")
 PATIENCE = 3 * SILENT  # seconds that a run may go on after another host's has failed; its watchdog needs fewer
@@ -49,12 +47,13 @@ Start = Callable[[Sequence[str], str], ChildRun]  # from a command's words, and 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """A host in its job: its number of ``count``, and the address and port at which the hosts' runs meet."""
+    """A host in its job: its number of ``count``, the address and port at which the hosts' runs meet, their secret."""
 
     index: int = 0
     count: int = 1
     address: str = ""
     port: int = 0
+    token: str = ""
 
 
 def supervise(limit: int, words: Sequence[str]) -> int:
@@ -141,7 +140,7 @@ class Supervisor:
     def _wait(self, before: LastRestart) -> None:
         seconds = wait_before(before.count)
         if self.meeting.first:
-            say(Console(), f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
+            say(Terminal(), f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
             sys.stdout.flush()
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.told:
@@ -200,7 +199,7 @@ class Meeting:
     def overdue(self) -> bool:
         """Whether this host's run should have ended by now, since another's failed long ago."""
         life, since = self._failed
-        return life == self._life and time.monotonic() - since > PATIENCE
+        return life == self._life and awake() - since > PATIENCE
 
     def look(self, life: int, job: HostPlace | None) -> None:
         """Gives a sign of life, once there is a ``job`` of several hosts, and looks whether another's run failed."""
@@ -214,13 +213,13 @@ class Meeting:
         """The common verdict after this host's run number ``life`` (from 0)."""
         if self._place.count == 1:
             return decide([ended], life, limit)
-        since = time.monotonic()
+        since = awake()
         self._silence = Silence()
         while not self.lost:
             self.look(life, None)
             if (verdict := self._speak(lambda store: self._verdict(store, ended, limit))) is not None:
                 return verdict
-            if self._store is None and time.monotonic() - since > CONNECT:
+            if self._store is None and awake() - since > CONNECT:
                 self.lost = f"the first host's supervisor could not be met: {self._problem}"
             time.sleep(_SOON)
         return decide([ended, RunEnd(LOST)], life, limit=life)
@@ -233,7 +232,7 @@ class Meeting:
     def _beat(self, store: Any) -> None:
         store.set(f"sign {self._place.index}", str(time.monotonic()))  # differs from the last
         if self._failed[0] != self._life and store.check([f"failed {self._life}"]):
-            self._failed = (self._life, time.monotonic())
+            self._failed = (self._life, awake())
 
     def _verdict(self, store: Any, ended: RunEnd, limit: int) -> Verdict | None:
         """The verdict, once there is one; the first host's supervisor decides for all."""
@@ -244,7 +243,9 @@ class Meeting:
             store.set(f"verdict {self._life}", json.dumps(asdict(verdict)))
         if not store.check([key := f"verdict {self._life}"]):
             return None
-        return Verdict(**json.loads(store.get(key)))
+        verdict = Verdict(**json.loads(store.get(key)))
+        # code 0 is of this host's run, or of none
+        return verdict if verdict.again or verdict.code else replace(verdict, code=ended.code)
 
     def _decide(self, store: Any, limit: int) -> Verdict | None:
         """The verdict, once every host's run has ended or its supervisor is lost."""
@@ -280,5 +281,6 @@ class Meeting:
             import torch.distributed as dist
 
             patience = timedelta(seconds=SILENT)
-            self._store = dist.TCPStore(address, port, is_master=self.first, wait_for_workers=False, timeout=patience)
+            store = dist.TCPStore(address, port, is_master=self.first, wait_for_workers=False, timeout=patience)
+            self._store = dist.PrefixStore(self._place.token, store)
         return self._store

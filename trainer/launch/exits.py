@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
+from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED
 
 USER_ERROR = 2
-FINAL = (USER_ERROR, INTERRUPTED)  # no restart, for the engines whose rule lists such codes
+FINAL = (USER_ERROR, BUG, INTERRUPTED)  # no restart, for the engines whose rule lists such codes
 XPK_ALWAYS = frozenset({42, *range(127, 256)})  # xpk 1.16 restarts on these in any case
 XPK_TOO = (1, PREEMPTED, LOST)  # and on these by `--restart-on-exit-codes`
 # SkyPilot does not count restarts by exit code, so only codes for "stopped from outside" are listed. It sees the loss

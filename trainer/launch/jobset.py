@@ -7,20 +7,31 @@ from shardwright.launch.launch_plan import LaunchPlan, as_yaml
 from shardwright.launch.request import Request
 from shardwright.launch.slices import chips_per_host, generation, shape
 
-_SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
+_SLICE, _CONTAINER, _FILE, _POLICY = "slice", "train", "jobset.yaml", "networkpolicy.yaml"
 
 
 def plan(request: Request) -> LaunchPlan:
-    """The JobSet and the ``kubectl`` commands."""
+    """The JobSet, its network's policy and the ``kubectl`` commands."""
     name = request.name
     return LaunchPlan(
-        files={_FILE: as_yaml(manifest(request))},
-        commands=[["kubectl", "apply", "--filename", _FILE]],
+        files={_FILE: as_yaml(manifest(request)), _POLICY: as_yaml(network_policy(request))},
+        commands=[["kubectl", "apply", "--filename", _POLICY, "--filename", _FILE]],
         afterwards=[
             ["kubectl", "logs", "--follow", f"job/{name}-{_SLICE}-0", "--container", _CONTAINER],
-            ["kubectl", "delete", "jobset", name],
+            ["kubectl", "delete", "jobset,networkpolicy", name],
         ],
     )
+
+
+def network_policy(request: Request) -> dict[str, Any]:
+    """Lets only the JobSet's own pods connect to them."""
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": request.name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": request.name},
+        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
+    }
 
 
 def manifest(request: Request) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shardwright.errors import UserError
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan, script
 from shardwright.launch.targets import TARGETS, find_target, read_request
-from shardwright.report.lines import say
+from shardwright.report.lines import Terminal, say
 
 _SCRIPT = "run.sh"
 
@@ -32,7 +32,7 @@ def main(words: Sequence[str], description: str | None) -> int:
     (options,) = parse([LaunchArguments], own if name.startswith("-") else own[1:], description, epilog)
     plan = find_target(name).plan(read_request(name, options, train))
     folder = Path(os.path.expanduser(options.output or Path("launch", options.name)))
-    console = Console()
+    console = Terminal()
     write(plan, folder)
     _show(plan, folder, console)
     if options.run:

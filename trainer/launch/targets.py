@@ -9,6 +9,7 @@ from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request, check_train
 from shardwright.launch.slices import as_large
+from shardwright.report.escapes import escaped
 from shardwright.xla.chips import Topology, find_topology
 
 
@@ -48,6 +49,7 @@ def find_target(name: str) -> LaunchTarget:
 def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> Request:
     """The request for the target ``name`` and a run with the options ``train``; raises UserError for a bad option."""
     target = find_target(name)
+    _check_lines([*filter(None, map(str, vars(options).values())), *train])
     _check_options(name, target, options)
     topology = _topology(name, target, options)
     mount = None if options.mount is None else Mount(*options.mount.rsplit(":", 1))
@@ -62,6 +64,17 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
     same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
     given = {key: value for key, value in same.items() if value is not None}
     return Request(**given | {"topology": topology, "train": words, "output_dir": output_dir, "mount": mount})
+
+
+def _check_lines(words: Sequence[str]) -> None:
+    for word in words:
+        if "\n" in word or escaped(word) != word:
+            raise UserError(
+                asked=f"a launch with {word!r:.200}",
+                found="a line break or another control character in it",
+                why="the launchers' files and shells would read what follows as a line of its own",
+                instead="options of one line each",
+            )
 
 
 def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:

@@ -2,14 +2,13 @@
 
 import os
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.recipe import layout_text
 from shardwright.optimizers import OPTIMIZERS
-from shardwright.report.lines import say
+from shardwright.report.lines import Terminal, say
 from shardwright.report.units import size
 
 PLAN_HEADER = ("pattern", "match", "shape", "placements", "on a device", "bytes")
@@ -41,9 +40,9 @@ def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
 
 def print_plan(plan: ShardingPlan) -> None:
     """Prints the plan as a table that fits the terminal, or as wide as it needs where the output is piped."""
-    console = Console()
+    console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=200)
+        console = Terminal(width=200)
     sizes = " × ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     say(console, f"mesh: {sizes} = {plan.devices} devices\n")
     console.print(_table(plan_rows(plan), console.width))

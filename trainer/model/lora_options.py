@@ -28,24 +28,32 @@ ALL = "all-linear"
 _LARGEST = 1 << 24  # most bytes of a config
 # the errors that a malformed config raises
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error)
-# PEFT's other options of LoRA, and their values that mean "not used"
-_PLAIN: dict[str, tuple[Any, ...]] = {
+# The fields of peft's LoraConfig, 0.21.2. `_read_values` reads these:
+READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")
+# these say nothing of what is trained, or only beside a field that is refused:
+INERT = (
+    *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "runtime_config"),
+    *("megatron_core", "qalora_group_size"),
+)
+# of these the values are those of plain LoRA, the default first
+_NOTHING: tuple[Any, ...] = (None, False, {}, [])  # … an unknown field's too
+PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "lora_dropout": (0, 0.0),
-    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"), (False, None)),
-    **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform", "layer_replication"), (None, [])),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern", "trainable_token_indices"), (None, {}, [])),
-    **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), (None,)),
-    "monteclora_config": (None,),
+    "lora_dropout": (0,),
+    # with others PEFT takes the factors' first values off the model's weights, each time that it loads the adapter
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "use_bdlora"), _NOTHING),
+    **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform", "layer_replication"), _NOTHING),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "trainable_token_indices", "megatron_config"), _NOTHING),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), _NOTHING),
+    **dict.fromkeys(("monteclora_config", "layers_pattern"), _NOTHING),
 }
-# … with those that matter only for a new adapter
-_PLAIN_AT_THE_START: dict[str, tuple[Any, ...]] = {
-    **_PLAIN,
+# … and of these, those of a new adapter; they say nothing of one that has been trained
+PLAIN_AT_THE_START: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True,),
-    "loftq_config": ({}, None),
     "task_type": (None, "CAUSAL_LM"),
-    **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config", "layers_pattern"), (None,)),
-    "ensure_weight_tying": (False,),
+    **dict.fromkeys(("inference_mode", "ensure_weight_tying", "loftq_config"), _NOTHING),
+    **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config"), _NOTHING),
 }
 
 
@@ -128,7 +136,7 @@ def _targets(asked: str, model: PreTrainedModel) -> list[str]:
         words = filter(None, map(str.strip, asked.split(",")))
         picked = {w: [name for name in known if f".{name}".endswith((f".{w}", f".{w}.weight"))] for w in words}
     for word in (word for word, names in (picked or {asked: []}).items() if not names):
-        endings = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in known})
+        endings = _endings(model)
         raise UserError(
             asked=f"--lora_target {word}",
             found=f"no linear layer and no experts' weight of {type(model).__name__} has that name",
@@ -138,6 +146,10 @@ def _targets(asked: str, model: PreTrainedModel) -> list[str]:
     found = [name for names in picked.values() for name in names]
     _check_untied(found, model)
     return [name for name in known if name in found]
+
+
+def _endings(model: PreTrainedModel) -> list[str]:
+    return sorted({name.removesuffix(".weight").rpartition(".")[2] for name in adapted_shapes(model)})
 
 
 def _inner(model: PreTrainedModel) -> list[str]:
@@ -213,7 +225,7 @@ def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
             why=f"an adapter is a folder with {CONFIG} and {WEIGHTS}, as PEFT saves one",
             instead="a run's model/ folder, or one that PEFT's save_pretrained wrote",
         ) from error
-    _check_plain(values, lora, model, asked, _PLAIN)
+    _check_plain(values, lora, model, asked, PLAIN)
     return lora
 
 
@@ -232,7 +244,16 @@ def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, A
             why="it describes no LoRA adapter",
             instead="peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')",
         ) from error
-    _check_plain(values, found, model, asked, _PLAIN_AT_THE_START)
+    _check_plain(values, found, model, asked, PLAIN | PLAIN_AT_THE_START)
+    modules, names = values["target_modules"], [name.removesuffix(".weight") for name in found.targets]
+    words = [*([] if isinstance(modules, str) else modules), *(values.get("target_parameters") or [])]
+    if idle := [word for word in words if not any(_is_meant([word], name) for name in names)]:
+        raise UserError(
+            asked=asked,
+            found=f"{idle[0]!r} among its targets, the name of no weight of {type(model).__name__}",
+            why="PEFT passes over such a name, or takes it for one that transformers 4 had",
+            instead=f"some of {','.join(_endings(model))}",
+        )
     if values.get("target_modules") == ALL and not values.get("target_parameters"):
         # PEFT's "all-linear" includes experts only if transformers 4 had them as linear layers (Mixtral)
         words = [ALL]
@@ -245,41 +266,61 @@ def _read_values(values: Mapping[str, Any], model: PreTrainedModel) -> Lora:
     """The adapter in the fields of an ``adapter_config.json``; raises one of ``_MALFORMED`` if they describe none."""
     if values.get("peft_type") != "LORA":
         raise ValueError(f"peft_type {values.get('peft_type')!r:.80}")
-    r, alpha, rslora = values["r"], values["lora_alpha"], bool(values.get("use_rslora"))
+    r, alpha, rslora = values["r"], values["lora_alpha"], values.get("use_rslora") or False
     if type(r) is not int or not 0 < r < 2**20 or not isinstance(alpha, int | float) or not 0 < alpha < 2**31:
         raise ValueError(f"r {r!r:.80}, lora_alpha {alpha!r:.80}")
+    if type(rslora) is not bool:
+        raise ValueError(f"use_rslora {rslora!r:.80}")
     return Lora(r, float(alpha), rslora, tuple(_chosen(values, model)))
 
 
 def _check_plain(
     values: Mapping[str, Any], lora: Lora, model: PreTrainedModel, asked: str, plain: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Refuse fields beyond plain LoRA, and an adapter without targets in the model."""
-    more = [f"{key}={values[key]!r:.80}" for key, known in plain.items() if values.get(key, known[0]) not in known]
+    """Refuse fields beyond plain LoRA, unknown ones too, and an adapter without targets in the model."""
+    allowed = {**dict.fromkeys(values, _NOTHING), **plain}
+    free = {*READ, *INERT, *PLAIN_AT_THE_START} - plain.keys()
+    more = [
+        f"{key}={values[key]!r:.80}"
+        for key, known in allowed.items()
+        if key not in free and values.get(key, known[0]) not in known
+    ]
+    made = "; PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…) makes one of PiSSA and the like"
     if more or not lora.targets:
         raise UserError(
             asked=asked,
             found=", ".join(more) or f"none of its targets is a weight of {type(model).__name__} that can be adapted",
             why="two factors beside each adapted weight, and nothing else, is what is trained and merged here",
-            instead="an adapter of plain LoRA for this model",
+            instead="an adapter of plain LoRA for this model" + made * isinstance(values.get("init_lora_weights"), str),
         )
     _check_untied(lora.targets, model)
 
 
 def _chosen(values: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-    """The weights selected by PEFT's ``target_modules`` and ``target_parameters``."""
+    """The weights selected by PEFT's ``target_modules`` and ``target_parameters``; UserError if one has no factors."""
     known, experts = adapted_shapes(model), experts_modules(model)
-    modules, parameters = values.get("target_modules") or [], values.get("target_parameters") or []
+    modules, parameters = values["target_modules"], values.get("target_parameters") or []
+    if modules is None:
+        raise ValueError("target_modules is None, for which PEFT chooses by the model's type")
     if modules == ALL:
         modules = [owner for name in _targets(ALL, model) if (owner := name.rpartition(".")[0]) not in experts]
-    found = []
-    for name in known:
-        owner, _, _ = name.rpartition(".")
-        if owner in experts:
-            hit = any(f".{name}".endswith(f".{word}") for word in parameters)
-        elif isinstance(modules, str):
-            hit = re.fullmatch(modules, owner) is not None
-        else:
-            hit = any(f".{owner}".endswith(f".{word}") for word in modules)
-        found += [name] if hit else []
-    return found
+    linear = {f"{name}.weight": name for name, _ in model.named_modules() if _is_meant(modules, name)}
+    fused = {name: name.rpartition(".")[0] for name, _ in model.named_parameters() if _is_meant(parameters, name)}
+    other = [owner for name, owner in linear.items() if name not in known]
+    other += [name for name, owner in fused.items() if name not in known or owner not in experts]
+    if other:
+        raise UserError(
+            asked="target_modules and target_parameters",
+            found=f"they mean {other[0]} too, neither a linear layer nor a parameter of experts",
+            why="it has no factors here, and PEFT would give it some",
+            instead=f"target_modules that mean linear layers and target_parameters that mean experts' weights alone, "
+            f"among {', '.join(_endings(model))}",
+        )
+    return [name for name in known if name in linear or name in fused]
+
+
+def _is_meant(words: str | Collection[str], name: str) -> bool:
+    """Whether PEFT's ``words``, a regular expression or ends of names, mean ``name``."""
+    if isinstance(words, str):
+        return re.fullmatch(words, name) is not None
+    return any(f".{name}".endswith(f".{word}") for word in words)

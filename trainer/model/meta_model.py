@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -68,7 +69,11 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     try:
         if model is None:
             return config_of(recipe.model or {})
-        _check_sizes(PretrainedConfig.get_config_dict(model)[0])
+        values = PretrainedConfig.get_config_dict(model)[0]
+        _check_sizes(values)
+        if (kind := values.get("model_type")) is not None and kind not in CONFIG_MAPPING:
+            known = f"unknown to transformers {transformers.__version__}, and code of a model's own is never run"
+            raise ValueError(f"model_type {kind!r} is {known}")
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers and the hub client raise many types when no config can be read
         raise UserError(
@@ -94,10 +99,11 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
 
     Some configs make a list with an entry for each layer, and RoPE's frequencies are real values as wide as a head.
     """
+    layers = r"^n(um)?_\w*layer|layers?$"  # such as num_layers_per_stack, and not vocab_size_per_layer_input
     for name, value in values.items():
         if isinstance(value, Mapping):
             _check_sizes(value)
-        elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
+        elif re.search(layers, str(name)) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
         elif str(name).endswith("dim") and isinstance(value, int) and value > MOST_WIDE:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_WIDE:,} is the widest")
@@ -115,7 +121,7 @@ class _Unallocated(TorchFunctionMode):
         if getattr(func, "__module__", None) in _DRAWS and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full):
-            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
             if math.prod(size) > MOST_BUFFER:
                 kwargs["device"] = "meta"
             elif func is torch.zeros and math.prod(size) > LARGE_ZEROS and not kwargs.keys() - {"size"}:
@@ -209,12 +215,14 @@ def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _head(whole: PreTrainedModel) -> nn.Module:
-    """The output embeddings of a multimodal model; UserError if it has none."""
-    head = whole.get_output_embeddings()
+    """The output embeddings of a multimodal model; UserError if it has none, or an encoder reads its text."""
+    head, lacks = whole.get_output_embeddings(), "names no text decoder and head of its own"
+    if whole.config.is_encoder_decoder:
+        head, lacks = None, "is an encoder and a decoder"
     if head is None or not isinstance(getattr(whole, "get_decoder", lambda: None)(), PreTrainedModel):
         raise UserError(
             asked=f"a model of type {whole.config.model_type!r}",
-            found=f"{type(whole).__name__} names no text decoder and head of its own",
+            found=f"{type(whole).__name__} {lacks}",
             why="of a multimodal model the text part is trained",
             instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
         )
@@ -264,6 +272,8 @@ def _on_meta(
             asked=f"a model of type {config.model_type!r}",
             found=in_short(error),
             why="transformers cannot build a model from this config",
-            instead="sizes that go together in its config.json",
+            instead="the package that it names, in this environment"
+            if isinstance(error, ImportError)
+            else "sizes that go together in its config.json",
         ) from error
     return model

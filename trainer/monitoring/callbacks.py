@@ -45,6 +45,13 @@ class Callbacks(CallbackHandler):
                 kept = state.get("attributes", {})
                 vars(callback).update({key: value for key, value in kept.items() if key in vars(callback)})
 
+    def hear_saves(self, *, observers: bool) -> bool:
+        """Whether one of them has an ``on_save`` of its own; ``observers``: trackers count too."""
+        told = [
+            c.callback if isinstance(c, Tracker) else c for c in self.callbacks if observers or type(c) is not Tracker
+        ]
+        return any(type(callback).on_save is not TrainerCallback.on_save for callback in told)
+
     def states(self) -> dict[str, Any]:
         """The callbacks' JSON-able states (EarlyStopping: how often in a row it was not better)."""
         remembering: Any = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
@@ -59,13 +66,13 @@ class Tracker(TrainerCallback):
     """
 
     def __init__(self, name: str, callback: TrainerCallback, console: Console) -> None:
-        self.name, self._callback, self._console, self._lost = name, callback, console, False
+        self.name, self.callback, self._console, self._lost = name, callback, console, False
 
     def _tell(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> Any:
         if self._lost:
             return None
         try:
-            return getattr(self._callback, event)(args, state, control, **given)
+            return getattr(self.callback, event)(args, state, control, **given)
         except (Exception, SystemExit) as error:  # each package raises its own types
             if event in ("on_init_end", "on_train_begin"):
                 raise UserError(

@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from shardwright.report.escapes import escaped
 from shardwright.report.units import size
 
 # CSS variable → its colour on a light and on a dark screen; c0, c1, … are a chart's parts in order
@@ -40,6 +41,7 @@ def _environment(folder: Path) -> Environment:
     made = Environment(
         loader=FileSystemLoader([folder, _HERE]),
         autoescape=True,
+        finalize=lambda value: escaped(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,5 +1,7 @@
 """CompileGuard: a step that would compile again stops the run, and the error names what changed."""
 
+import contextlib
+
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import hosts
 from shardwright.models.ops.partial_gradients import Tensors
@@ -21,6 +23,10 @@ class CompileGuard:
 
         Raises UserError if the batch is unlike the first in names, shapes or dtypes, or it compiled again all the same.
         """
+        with hosts().watchdog.compiling() if self.first else contextlib.nullcontext():
+            return self._run(batch, trace)
+
+    def _run(self, batch: Tensors, trace: Trace) -> Tensors:
         self._compare(batch)
         before = program_count()
         results = trace(batch)

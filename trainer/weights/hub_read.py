@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,9 @@ from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.report.bars import byte_bar
+from shardwright.report.lines import say
 from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.mtp import is_mtp
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # files to fetch: some repositories hold the weights a second time, in another format
@@ -64,6 +66,7 @@ class HubWeights:
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.tensors = {name: tensor for file in files for name, tensor in self._open(file).items()}
         self.groups = self._match()
+        self.untrained = self._set_aside()  # by the files' names: what they hold, and the model goes without
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
         self.group_of: dict[str, Group] = {}
         found: dict[str, torch.Tensor] = {}  # on meta
@@ -76,7 +79,8 @@ class HubWeights:
     @property
     def total_bytes(self) -> int:
         """The bytes of the model's tensors."""
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
+        read = [tensor for name, tensor in self.tensors.items() if name not in self.untrained]
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in read)
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
@@ -118,6 +122,24 @@ class HubWeights:
             groups.setdefault(name, Group(transform)).members.append((pattern or tensor, tensor))
         return groups
 
+    def _set_aside(self) -> dict[str, LazyArray]:
+        """Takes the groups out that no parameter needs and none misses: MTP layers, what its family says to ignore."""
+        other = self.groups.keys() - self.model.state_dict().keys()
+        ignored = other - self._adjusted(set(), other)[1]
+        ignored |= {name for name in other if is_mtp(name, self.model.config)}
+        return {
+            tensor: self.tensors[tensor]
+            for name in sorted(ignored, key=dot_natural_key)
+            for _, tensor in self.groups.pop(name).members
+        }
+
+    def _adjusted(self, missing: Set[str], unexpected: Set[str]) -> tuple[Set[str], Set[str]]:
+        """Both without the names that the model's family says to ignore."""
+        keys = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+        # semi-private: transformers/modeling_utils.py, transformers 5.23
+        self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
+        return keys.missing_keys, keys.unexpected_keys
+
     def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
         """Name -> values of all parameters, ``name`` among them, that a group becomes; else raises UserError."""
         transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
@@ -136,16 +158,14 @@ class HubWeights:
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
         state = self.model.state_dict()
-        keys = SimpleNamespace(missing_keys=set(state) - set(found), unexpected_keys=set(found) - set(state))
-        absent = keys.missing_keys & self.tied.keys()
-        # semi-private: transformers/modeling_utils.py, transformers 5.23; drops the names that a family says to ignore
-        self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
-        missing = (keys.missing_keys - absent) | {n for n in absent if not found.keys() & self.tied[n]}
+        absent = (state.keys() - found.keys()) & self.tied.keys()
+        missing, unexpected = self._adjusted(state.keys() - found.keys(), found.keys() - state.keys())
+        missing = (missing - absent) | {n for n in absent if not found.keys() & self.tied[n]}
         shapes = {name: (list(found[name].shape), list(state[name].shape)) for name in found.keys() & state.keys()}
         misshapen = [
             f"{n} {ours} where the config says {theirs}" for n, (ours, theirs) in shapes.items() if ours != theirs
         ]
-        kinds = (("missing", missing), ("left over", keys.unexpected_keys), ("of another shape", misshapen))
+        kinds = (("missing", missing), ("left over", unexpected), ("of another shape", misshapen))
         wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
         if wrong:
             fit = f"they do not fit its config (a {type(self.model).__name__})"
@@ -191,6 +211,18 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     return HubWeights(name, _files(name, folder), model)
 
 
+def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console) -> HubWeights | None:
+    """The weights that a run started from, for what they hold beside the model; None, and a word, if they are gone."""
+    try:
+        return open_hub_weights(name, model)
+    except UserError as error:
+        say(
+            console,
+            f"lost:    what {name} held beside the model; an export goes without, as its config says: {error.found}",
+        )
+        return None
+
+
 @contextmanager
 def reading(weights: HubWeights, console: Console) -> Iterator[None]:
     """Shows inside the ``with`` how many bytes of ``weights`` have been read."""
@@ -219,11 +251,14 @@ def _files(name: str, folder: Path) -> list[Path]:
             found += f", but pickled weights: {first_names(pickled)}"
         if other:
             found += f", but {first_names(other)}"
-        if pickled or not other:
+        if pickled:
             why = "a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
+        elif not other:
+            found += f", but {first_names(there)}"
+            why = "the weights are not there, or not in the hub's format"
         instead = "the hub's safetensors revision; or, if you trust the files, convert them once: "
-        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)"
-        raise _refused(name, found, why, instead)
+        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER); or --from_scratch, which "
+        raise _refused(name, found, why, instead + "trains from random weights")
     try:
         with _opened(folder / INDEX) as index:
             names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))

@@ -7,7 +7,6 @@ shapes beforehand. So a file's header is written first, and its tensors follow a
 import contextlib
 import itertools
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,17 +19,21 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import cached_file
+from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+from transformers.trainer_utils import align_special_tokens
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import LazyArray, keeping_last, whole
+from shardwright.files.arrays import Array, LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import INDEX, WEIGHTS, parameter_names
 from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.mtp import promise_only
+from shardwright.weights.tokenizer_files import CONFIG, local_folder, read_all, tokenizer_files, with_code, write_all
 from shardwright.weights.weight_sources import Source
+
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,11 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     form: ExportFormat | None = None,
     console: Console | None = None,
+    untrained: Mapping[str, Array] | None = None,
 ) -> None:
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
+
+    ``untrained``, tensors that the model goes without, are written as they are under their names.
 
     Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
     or the index of several) comes last. Earlier weights there are replaced. ``model`` is plain (unstacked), on meta;
@@ -86,16 +92,16 @@ def export(
     space is left, or the folder can't be written.
     """
     folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
-    tensors = hub_tensors(model, source, form)
+    tensors, stated = hub_tensors(model, source, form)
+    promise_only(model.config, untrained or ())
+    tensors |= {name: Lazy.of(array) for name, array in (untrained or {}).items() if name not in tensors}
     dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
     sizes = {name: lazy.like.nbytes for name, lazy in tensors.items()}
     # wide dtypes first, so that each tensor lies at a multiple of its own width
     files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
-    # the dtype that holds all of these: frozen weights may be stored in a narrower one
-    widest = max(dtypes.values(), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     before = [n for n in folder.names() if n in (WEIGHTS, INDEX) or Path(n).match("model-*.safetensors")]
     with byte_bar(console or Console(quiet=True), "writing weights", sum(sizes.values())) as advance:
-        _write_description(folder, model, tokenizer, widest)
+        _write_description(folder, model, tokenizer, stated)
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # else old files and new ones would look like one checkpoint
         write_files(folder, files, tensors, advance)
@@ -108,8 +114,11 @@ def export(
             folder.remove_file(name)
 
 
-def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> dict[str, Lazy]:
-    """The hub's name -> values of a checkpoint of ``model``; nothing is read yet."""
+def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> tuple[dict[str, Lazy], torch.dtype]:
+    """The hub's name -> values of a checkpoint of ``model``, and the dtype that its config states; nothing is read yet.
+
+    What transformers keeps in float32, such as the biases of routers, is not cast, and says nothing of the dtype.
+    """
     # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
     tied, ignored = getattr(model, "all_tied_weights_keys", {}), set(model._keys_to_ignore_on_save or ())
     groups = parameter_names(model)
@@ -125,10 +134,21 @@ def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> d
         return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]))
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
-    if form.key_format == "original":
-        tensors = revert_weight_conversion(model, tensors)
-    other = {n for n, lazy in tensors.items() if form.dtype not in (None, lazy.dtype) and lazy.dtype.is_floating_point}
-    return tensors | {name: tensors[name].to(form.dtype) for name in other}
+    kept = _kept_in_float32(model)
+    cast = {name: lazy for name, lazy in tensors.items() if not kept(name)}
+    if form.dtype is not None:
+        cast = {n: lazy.to(form.dtype) if lazy.dtype.is_floating_point else lazy for n, lazy in cast.items()}
+    # the dtype that holds all of these: frozen weights may be stored in a narrower one
+    widest = max((each.dtype for each in cast.values()), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    tensors |= cast
+    return revert_weight_conversion(model, tensors) if form.key_format == "original" else tensors, widest
+
+
+def _kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
+    """Whether transformers loads a parameter of ``model`` in float32 where the others are narrower."""
+    # semi-private: transformers/modeling_utils.py, transformers 5.23
+    names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    return build_glob_alternation(sorted(names))[0].search if names else lambda name: None
 
 
 def write_files(
@@ -162,25 +182,21 @@ def _write_description(
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)  # these weights are plain
     with tempfile.TemporaryDirectory() as scratch:  # transformers writes on a disk alone
-        config.save_pretrained(scratch)
         if model.can_generate():
             with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
                 generation = GenerationConfig.from_pretrained(base, local_files_only=True) if base else generation
+            model.generation_config = generation
+        if tokenizer is not None:
+            align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation
+        config.save_pretrained(scratch)
+        if model.can_generate():
             # not by save_pretrained, which refuses some of the hub's generation configs
             generation.to_json_file(Path(scratch, "generation_config.json"))  # type: ignore[union-attr]
         if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
-        _copy_processor(base, Path(scratch))
-        for path in sorted(Path(scratch).rglob("*")):
-            if path.is_file():
-                place = path.relative_to(scratch).parent
-                (folder / str(place) if place.name else folder).write(path.name, path.read_bytes())
-
-
-def _copy_processor(base: str | None, folder: Path) -> None:
-    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        found = None
-        with contextlib.suppress(OSError, ValueError):  # none is there
-            found = cached_file(base, name, local_files_only=True) if base else None
-        if found is not None and not (folder / name).exists():
-            shutil.copy(found, folder / name)
+            write_all(Path(scratch), tokenizer_files(tokenizer, Path(scratch, CONFIG).read_bytes()))
+        origin = local_folder(base, CONFIG)
+        files = read_all(origin, _PROCESSOR) if origin is not None else {}
+        files |= read_all(Path(scratch), ["**/*"])
+        for name, data in with_code(files, origin).items():
+            place, _, file = name.rpartition("/")
+            (folder / place if place else folder).write(file, data)

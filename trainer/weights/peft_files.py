@@ -7,10 +7,8 @@ parameter: each adapted parameter of a module wraps the module once more, the la
 r: rank, E: experts.
 """
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from shardwright.models.adapters.lora import A, B, Lora
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_write import write_files
 from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.tokenizer_files import tokenizer_files
 from shardwright.weights.weight_sources import Source
 
 _PROBES = 4  # columns that a saved adapter is tried on
@@ -129,10 +128,9 @@ def save_adapter(
     with byte_bar(console, "writing the adapter", total) as advance:
         write_files(folder, {WEIGHTS: list(tensors)}, tensors, advance)
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as scratch:
-            tokenizer.save_pretrained(scratch)
-            for path in sorted(Path(scratch).iterdir()):
-                folder.write(path.name, path.read_bytes())
+        for name, data in tokenizer_files(tokenizer, config=b"{}").items():  # no model's config lies beside an adapter
+            place, _, file = name.rpartition("/")
+            (folder / place if place else folder).write(file, data)
     folder.write(CONFIG, as_json(files.config()))
     hosts().once(lambda: None)  # by now the first host has written them
     prove(folder, files, factors)

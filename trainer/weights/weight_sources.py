@@ -7,7 +7,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -112,8 +111,6 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
     return lambda name: part(own[name]) if name in own else rest(name)
 
 
-def has_weights(model: str) -> bool:
-    """Whether ``model`` has weights: a hub id does, a folder with weight files does, a config file does not."""
-    path = Path(model_path(model))
-    files = path.iterdir() if path.is_dir() else ()
-    return not os.path.exists(path) or any(".safetensors" in file.name or file.suffix == ".bin" for file in files)
+def means_weights(model: str | None, from_scratch: bool) -> bool:
+    """Whether a run of ``model`` starts from its weights: of a hub id or a folder it does, of a config's file not."""
+    return bool(model) and not from_scratch and not os.path.isfile(model_path(str(model)))

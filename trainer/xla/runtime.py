@@ -15,6 +15,7 @@ from torch_xla.experimental import plugins
 
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import connect, hosts
+from shardwright.xla import virtual_devices
 from shardwright.xla.chips import CHIPS, Chip
 from shardwright.xla.program_cache import KEPT
 
@@ -145,7 +146,7 @@ def _prepare() -> str:
                 why="it counts virtual CPU devices; autograd's device index ends at 127",
                 instead=f"CPU_NUM_DEVICES={VIRTUAL_DEVICES}, or leave it unset",
             )
-        _give_devices_threads(int(count))
+        virtual_devices.prepare()
     if not xr.is_spmd():  # a second call would warn
         xr.use_spmd()
     return kind
@@ -186,16 +187,3 @@ def _chip_on_the_bus() -> Chip | None:
 
     _, version = num_available_tpu_chips_and_device_id()
     return CHIPS.get(version.name) if version is not None else None
-
-
-def _give_devices_threads(devices: int) -> None:
-    """Set XLA's CPU client up so that virtual devices never starve; what the user set stays.
-
-    The client makes NPROC threads (default: one a core), and a device that waits in a collective holds one for each op
-    it runs at a time. With fewer threads than waiting ops all wait, until XLA aborts the process after 10 s. So: four
-    threads for each device, one op at a time on it where ops depend on each other, and none borrowed to split an op.
-    """
-    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 4 * devices)))
-    flags = ("xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen")
-    mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from shardwright.errors import Terminated
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.restarts import has_supervisor
 from shardwright.xla.runtime import stops_after, watch_for_preemption
@@ -77,3 +78,30 @@ class StopRequests:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Has SIGTERM raise Terminated inside the ``with``, where there is nothing to save yet: the rest is tidied up.
+
+    A second one ends the process at once. Whoever listens already, and any thread but the main one, is left alone.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    told = False
+
+    def unwind(number: int, frame: Any) -> None:
+        nonlocal told
+        told = True
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated("SIGTERM came")
+
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if told:  # a library caught it
+        raise Terminated("SIGTERM came")

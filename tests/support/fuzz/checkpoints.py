@@ -43,6 +43,11 @@ def rows() -> StoredRows:
     return StoredRows(Dataset.from_dict({"input_ids": np.arange(96).reshape(12, 8).tolist()}))
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
+
+
 def write_checkpoint(folder: Path) -> Path:
     """A whole checkpoint, whose numbers all lie in [1, 2); the tensors are cut as a mesh cuts them."""
     whole = {"model.layers.*.mlp.up_proj.weight": 1 + torch.rand(2, 4, 6), "lm_head.weight": 1 + torch.rand(8, 4)}
@@ -67,10 +72,7 @@ def write_checkpoint(folder: Path) -> Path:
     }
     texts = {"training_args.json": {"model": None, "max_steps": 9}, "recipe.json": {"name": "r"}, "host.json": host}
     texts["trainer_state.json"] = asdict(TrainerState(global_step=1, epoch=0.1, log_history=history))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0")), eos_token="w1"
-    )
-    for name, data in run_texts(texts, LlamaConfig(**{**TINY, "num_hidden_layers": 1}), tokenizer).items():
+    for name, data in run_texts(texts, LlamaConfig(**{**TINY, "num_hidden_layers": 1}), tokenizer()).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
         files[name] = manifest.checksum(data)

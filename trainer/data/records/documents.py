@@ -100,7 +100,7 @@ def _written(stream: DocumentStream, named: bool, scratch: Path) -> Dataset:
     try:
         return Dataset.from_generator(rows, features=features, cache_dir=str(scratch), fingerprint=scratch.name)
     except datasets.exceptions.DatasetGenerationError as error:
-        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+        raise (error.__cause__ if isinstance(error.__cause__, UserError | OSError) else error) from None
 
 
 def _documents_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordShape]) -> Documents:

@@ -186,7 +186,8 @@ class StreamedOrder:
         return {"epoch": self._epoch, "row": row, "window": self._number, "start": vars(self._start)}
 
     def _next_window(self) -> Window:
-        window = hosts().once(self._made_ahead)  # the first host reads the stream for all
+        epoch, number, start, columns = hosts().once(self._made_ahead)  # the first host reads the stream for all
+        window = Window(epoch, number, StreamPosition(**start), columns)
         if self._window is not None:
             self._epoch, self._number, self._start, self._taken = window.epoch, window.number, window.start, 0
         elif (window.epoch, window.number) != (self._epoch, self._number) or self._taken > len(window):
@@ -198,7 +199,7 @@ class StreamedOrder:
             )
         return window
 
-    def _made_ahead(self) -> Window:
+    def _made_ahead(self) -> tuple[int, int, dict[str, Any], Columns]:
         window = (self._ahead or ahead(self._windows)).result()
         self._ahead = ahead(self._windows)
-        return window
+        return window.epoch, window.number, vars(window.start), window.columns

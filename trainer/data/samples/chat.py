@@ -19,6 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 
 Message = dict[str, Any]
@@ -172,7 +173,11 @@ class Template:
 
     def marked(self, chat: Chat) -> bool:
         """Whether the template itself marks the assistant's tokens."""
-        return bool(_MARKS.search(self.tokenizer.get_chat_template(tools=chat.tools)))
+        try:
+            template = self.tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError as error:  # there are several, and none for such a chat
+            raise BadRecord("messages", f"the tokenizer says: {error}") from error
+        return bool(_MARKS.search(template))
 
     def marked_spans(self, chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens, and the spans that the template marks.
@@ -261,6 +266,7 @@ class Template:
         return as_written(self.tokenizer, [text])[0]
 
     def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
+        try_template(self.tokenizer, messages, chat.tools)
         try:
             return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **{"tokenize": False, **options})
         except Exception as error:  # of many types: the template raises its own, or misses a value

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 
 MOST = 1000  # most prompts of a file: they are answered at each evaluation, and read by a person
@@ -51,6 +52,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     if isinstance(prompt, str):
         text, tokens = prompt, tokenizer.encode(prompt, verbose=False)
     else:
+        try_template(tokenizer, prompt)
         try:
             text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # jinja's, or the tokenizer's if there is no template

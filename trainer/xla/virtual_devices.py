@@ -1,0 +1,41 @@
+"""Virtual CPU devices: threads enough for all of them, and an error of ours where XLA ends the process for want of one.
+
+XLA's CPU client runs an operation as soon as its operands are there, on a thread of its pool, and a collective holds
+its thread until all devices have come to it. With fewer threads than collectives that can wait at once all may wait for
+ever; after 10 s XLA aborts the process.
+"""
+
+import ctypes
+import os
+import signal
+
+from shardwright.errors import UserError
+
+# The most that XLA's CPU client makes for operations; one that has nothing to do takes 130 KB. Steps of recipes let a
+# device wait in 29 to 81 collectives at once (`python -m tests.support.waiting`). Devices come to them in nearly the
+# same order, so that four threads a device were enough in all that was run, and one was not.
+THREADS = 256
+
+
+def prepare() -> None:
+    """Sets XLA's CPU client up, before it is opened, so that virtual devices never starve; what the user set stays."""
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS)))
+    # operations one after another where they need not run at once, and none split over threads that others wait for
+    flags = ("xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen")
+    mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()
+    ctypes.CDLL(None).signal(signal.SIGABRT, _ended)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _ended(_: int) -> None:
+    """Runs on XLA's thread that aborts: Python's own handlers would run on the main thread, which has no time left."""
+    error = UserError(
+        asked=f"virtual devices: {os.environ['CPU_NUM_DEVICES']}, with {os.environ['NPROC']} threads (NPROC)",
+        found="XLA ended the process, and said why above",
+        why="where it speaks of a rendezvous, devices waited for one another for longer than its 10 s: this machine is "
+        "too busy or too slow for so many, or the threads are fewer than the collectives that wait at once",
+        instead="a less busy machine, fewer devices (CPU_NUM_DEVICES=2) or a smaller model; NPROC unset",
+    )
+    os.write(2, f"error: {error}\n".encode())
+    os._exit(error.code)
