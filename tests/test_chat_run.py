@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from transformers import FalconConfig, LlamaConfig
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.run import train
-from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
+from tests.support.chats import CHATML, DATED, byte_tokenizer, chats, clock, write_records
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 304}
 
@@ -79,3 +80,25 @@ def test_without_packing_each_sample_has_its_row_and_each_length_of_rows_is_comp
     assert len(losses) == 12
     saved = json.loads((tmp_path / "out" / "training_args.json").read_text())
     assert saved["isolate_documents"] is (family == "llama")
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_day_and_machine_writes_the_date_of_its_first_start(
+    arguments, tmp_path, monkeypatch
+) -> None:
+    byte_tokenizer(DATED, "<end>").save_pretrained(tmp_path / "tokenizer")
+    arguments |= {"save_steps": 1, "eval_on_start": False}
+    corpora, said = [], io.StringIO()
+    for day in (1, 2):
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock(day))
+        monkeypatch.setattr("shardwright.run.datetime", SimpleNamespace(date=clock(day)), raising=False)
+        monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / f"cache{day}"))
+        again = {"max_steps": day, **({"resume_from_checkpoint": "latest"} if day == 2 else {})}
+        loop = train(TrainingArguments(**{**arguments, **again}), Console(file=said, width=200))
+        assert loop.state.global_step == day
+        corpora.append(loop.corpus)
+    assert said.getvalue().count("the date of the run's first start: 2026-11-01") == 2
+    assert corpora[0].train.fingerprint == corpora[1].train.fingerprint
+    assert "on 01 Nov 2026" in corpora[1].tokenizer.decode(corpora[1].heldout.dataset[0]["input_ids"])
+    host = json.loads((tmp_path / "out" / "checkpoint-2" / "host.json").read_text())
+    assert host["data"]["date"] == "2026-11-01"

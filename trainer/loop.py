@@ -96,7 +96,7 @@ class TrainingLoop:
         if self.mesh.size() != job.devices:
             raise messages.other_devices(job, self.mesh.size())
         self._share = share = batch_share(self.mesh, job.recipe.batch)
-        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share, job.row_lengths)
+        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share, job.row_lengths, corpus.date)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.facts.whole, self.args.seed)
         if resume is not None:

@@ -1,6 +1,7 @@
 """From arguments to a finished run, top to bottom: `scripts/train.py` calls it."""
 
 import contextlib
+import datetime
 import functools
 import time
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ class Start:
     callbacks: TrainerCallbacks
     console: Console
     restarts: Restarts | None
+    date: str  # of the run's first start
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
 
     @contextlib.contextmanager
@@ -86,7 +88,7 @@ class Start:
     @property
     def data(self) -> DataOptions:
         given = self.given
-        return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model)
+        return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model, self.date)
 
     def goes_on_after(self, error: Exception) -> bool:
         """Whether the run, which had begun, goes on after ``error``: its model need not be written out then."""
@@ -256,7 +258,9 @@ def _prepared(
         source = open_hub_weights(str(args.model), job.facts.whole)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
         source = reopen_hub_weights(args.model, job.facts.whole, console)
-    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts)
+    first = None if resume is None else resume.host["data"].get("date")
+    date = first or hosts().once(lambda: datetime.date.today().isoformat())
+    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date)
 
 
 def _needs_base(job: Job, resume: RunCheckpoint | None) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -48,7 +49,7 @@ def on_one_chip(rows: int, columns: int) -> LoweredGraph:
 
 @needs_libtpu
 def test_a_small_step_compiles_with_its_layout_and_its_donation_and_the_second_time_it_is_there(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = captured_step()
     report = compile_for(step, CompileTarget("v5e:2x4", timeout=300), cache_dir=cache)
@@ -67,6 +68,11 @@ def test_a_small_step_compiles_with_its_layout_and_its_donation_and_the_second_t
 
     monkeypatch.setattr(libtpu, "_run", no_child)
     assert compile_for(step, CompileTarget("v5e:2x4"), cache_dir=cache) == report
+    damaged = shutil.copytree(cache, tmp_path / "damaged")
+    for path in damaged.rglob("optimised.hlo.gz"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(AssertionError, match="compiled again"):
+        compile_for(step, CompileTarget("v5e:2x4"), cache_dir=damaged)
 
 
 @needs_libtpu

@@ -6,12 +6,14 @@ A tokenizer that can't serve is refused before the data are looked for.
 from __future__ import annotations
 
 import math
+import os
 import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset
@@ -72,7 +74,8 @@ def test_second_load_writes_nothing_and_gives_the_same(load: Callable[..., Corpu
     first, before = load(data), cached_files(tmp_path / "cache")
     second = load(data)
     assert cached_files(tmp_path / "cache") == before
-    assert {path.name for path in before} == {"tokenizer.json", "train.arrow", "heldout.arrow", "rows.json"}
+    names = {"tokenizer.json", "train.arrow", "heldout.arrow", "rows.json", "checksums.json"}
+    assert {path.name for path in before} == names
     assert first.train.dataset[:] == second.train.dataset[:]
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
 
@@ -88,9 +91,22 @@ def test_cache_follows_what_it_depends_on(load: Callable[..., Corpus], tmp_path:
     assert len(load(data).train) < len(first.train)
 
 
+def changed(content: bytes, damage: str) -> bytes:
+    middle = len(content) // 2
+    return {
+        "cut": content[:middle],
+        "longer": content + b"\0",
+        "garbage": b"\x07" * len(content),
+        "a bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "4 KB of zeros": (content[:middle] + bytes(4096) + content[middle + 4096 :])[: len(content)],
+    }[damage]
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "train.arrow", "heldout.arrow", "rows.json"])
-@pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
-def test_corrupt_cache_is_rebuilt(load: Callable[..., Corpus], tmp_path: Path, name: str, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "longer", "garbage", "a bit", "4 KB of zeros", "gone"])
+def test_what_is_damaged_in_the_cache_is_named_and_made_anew(
+    load: Callable[..., Corpus], tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl")
     sound = load(data)
     train, heldout, vocabulary = sound.train.dataset[:], sound.heldout.dataset[:], sound.tokenizer.get_vocab()
@@ -98,7 +114,8 @@ def test_corrupt_cache_is_rebuilt(load: Callable[..., Corpus], tmp_path: Path, n
     content = path.read_bytes()
     path.unlink()
     if damage != "gone":
-        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\x07" * len(content))
+        path.write_bytes(changed(content, damage))
+    assert not capsys.readouterr().err
     again = load(data)
     assert (again.train.dataset[:], again.heldout.dataset[:], again.tokenizer.get_vocab()) == (
         train,
@@ -106,6 +123,49 @@ def test_corrupt_cache_is_rebuilt(load: Callable[..., Corpus], tmp_path: Path, n
         vocabulary,
     )
     assert path.read_bytes() == content
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path.parent) in line
+    assert name in line
+    assert line.endswith("it is made anew")
+
+
+def test_a_cached_token_outside_the_vocabulary_is_noticed(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    sound = load(data).train.dataset[:]
+    (path,) = (tmp_path / "cache").rglob("train.arrow")
+    token = np.array(sound["input_ids"][3][:8], dtype="<i4")
+    content = path.read_bytes()
+    assert token.tobytes() in content
+    path.write_bytes(content.replace(token.tobytes(), (token + 500_000).tobytes(), 1))
+    assert load(data).train.dataset[:] == sound
+
+
+def test_what_is_cached_lies_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    done: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted(file: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        sync(file)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", renamed)
+
+    def build(made: Path) -> None:
+        (made / "within").mkdir()
+        for name in ("a", "within/b"):
+            (made / name).write_text(name)
+
+    cached(tmp_path / "rows" / "key", tmp_path / "scratch", build=build, load=lambda path: None)
+    assert sorted(done[:5]) == ["a", "b", "checksums.json", "key", "within"]
+    assert done[5:] == ["renamed", "rows"]
 
 
 def test_cached_rows_that_are_too_few_are_packed_again(load: Callable[..., Corpus], tmp_path: Path) -> None:

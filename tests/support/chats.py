@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ ENDLESS = (
 )
 # counts its messages in front of them
 PARTING = "{{ messages | length }} messages\n" + CHATML
+DATED = "on {{ strftime_now('%d %b %Y') }}\n" + CHATML
 
 CHAT = [
     {"role": "user", "content": "one and one?"},
@@ -57,6 +59,21 @@ CHAT = [
     {"role": "user", "content": "and one?"},
     {"role": "assistant", "content": "three"},
 ]
+
+
+def clock(day: int) -> type[datetime.datetime]:
+    """Its days are of November 2026, whatever the day is."""
+
+    class Stopped(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Stopped:
+            return cls(2026, 11, day, 12)
+
+        @classmethod
+        def today(cls) -> datetime.date:  # type: ignore[override]
+            return datetime.datetime(2026, 11, day).date()
+
+    return Stopped
 
 
 def byte_tokenizer(template: str | None = None, eos: str = "<end>") -> PreTrainedTokenizerFast:

@@ -4,6 +4,7 @@ Its JSON files are checked when it is opened, before hours of work.
 """
 
 import base64
+import datetime
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,7 @@ def checked_host(host: dict[str, Any]) -> dict[str, Any]:
     _check(host, "learning_rate", _is_number(host["learning_rate"]) and 0 < host["learning_rate"] < math.inf)
     _check(host, "metrics_read", type(host["metrics_read"]) is bool)
     _check(host, "data", isinstance(host["data"], dict))
+    datetime.date.fromisoformat(host["data"].get("date", "2026-01-01"))
     _check(host, "untrained", _is_count(host.get("untrained", 0)))
     lineage = host.get("lineage", {})
     steps = isinstance(lineage, dict) and all(_is_count(int(step)) for step in lineage)

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.errors import UserError
-from shardwright.files.cache import cache_root, publish
+from shardwright.files.cache import cache_root, is_whole, publish
 from shardwright.files.scratch import scratch_folder
 from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import find_topology
@@ -74,7 +73,7 @@ def compile_for(
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
     folder = cache_root(cache_dir) / "compiled" / _key(lowered, request)
-    if not (folder / "result.json").exists():
+    if not is_whole(folder):
         _compile(lowered, request, target, folder)
     result = json.loads((folder / "result.json").read_text())
     texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
@@ -126,7 +125,6 @@ def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
 
 def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarget, folder: Path) -> None:
     """Runs the compiling process and publishes the files that it leaves as ``folder``, in one piece."""
-    shutil.rmtree(folder, ignore_errors=True)  # one without its result
     folder.parent.mkdir(exist_ok=True)
     with scratch_folder(folder.parent, ".working-") as work:
         (work / "step.hlo.pb").write_bytes(lowered.hlo)

@@ -15,7 +15,7 @@ from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.records.fields import is_meant, unread_of
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.mixture import BLOCK, sources_of
-from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
+from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import Encoder, Sample
 from shardwright.objectives.objective import RecordShape
@@ -148,7 +148,7 @@ class _Auditor:
             texts.clear()
             self.places.clear()
 
-        count = 0
+        count, characters = 0, 0
         for part in range(stream.parts):
             name, unreadable = stream.name_of(part), len(stream.unread.places)
             for row, (_, text) in enumerate(stream.read(part, 0), start=1):
@@ -159,11 +159,13 @@ class _Auditor:
                 if text and has_text(text):
                     self.places.append(place)
                     texts.append(text)
+                    characters += len(text)
                 elif len(stream.unread.places) == unreadable and stream.shape.is_text:
                     self.note("no text", place)
                 unreadable = len(stream.unread.places)
-                if len(texts) == size:
+                if len(texts) == size or characters >= size // DOCUMENTS_AT_ONCE * CHARACTERS_AT_ONCE:
                     add_group(part)
+                    characters = 0
         add_group(stream.parts)
         if not heldout and not self.source.tally["scored"]:
             self.note("nothing", self.source.name, "no scored token in any record")

@@ -38,6 +38,7 @@ from shardwright.data.samples.tally import notes, unread_notes
 from shardwright.data.tokenizer import (
     check_tokenizer,
     check_vocabulary,
+    fix_date,
     special_name,
     tokenizer_fingerprint,
     trained_tokenizer,
@@ -66,6 +67,7 @@ class DataOptions:
             same tokens. A stream's lie in its first 64 M characters and fill 512 rows at most.
         eval_dataset: set name (empty: unnamed) → documents to hold out instead, not trained on, each as ``dataset``.
         max_samples: train on the first so many documents; None: all. A share of them is held out if nothing else is.
+        date: the day that chat templates take for today's, in ISO's form; None: today.
         samples: how unpacked texts and records of other shapes become rows, and the policy for unreadable rows.
     """
 
@@ -78,6 +80,7 @@ class DataOptions:
     heldout_fraction: float = 0.05
     eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
+    date: str | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
     labels: bool = False  # rows of text get labels too, to be mixed with rows of samples
 
@@ -99,7 +102,8 @@ class Corpus:
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` tell
     a person what was recognised and what became of it.
 
-    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them.
+    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them. ``date`` is the one that a
+    chat template wrote into them, if it writes any.
     """
 
     train: Rows
@@ -107,6 +111,7 @@ class Corpus:
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
     named: Mapping[str, StoredRows] = field(default_factory=dict)
+    date: str | None = None
 
     @property
     def heldout_sets(self) -> Mapping[str, StoredRows]:
@@ -150,8 +155,9 @@ def load_corpus(
     check_tokenizer(tokenizer, vocab_size)
     sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
+    options = _dated(options, tokenizer)
     if len(sources) == 1:
-        return load(options, tokenizer, vocab_size, root)
+        return replace(load(options, tokenizer, vocab_size, root), date=options.date)
     if tokenizer is None:
         raise no_tokenizer(options.dataset)
     labels = any(map(options.makes_samples, shapes_of(options.dataset, options.reads)))
@@ -162,7 +168,7 @@ def load_corpus(
     held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
     heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
-    return Corpus(train, heldout, tokenizer, notes, corpora[0].named)
+    return Corpus(train, heldout, tokenizer, notes, corpora[0].named, options.date)
 
 
 def _stored_corpus(
@@ -211,6 +217,7 @@ def load_rows_of(
     ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
+    options = _dated(options, tokenizer)
     documents = find_documents(dataset, *options.reading)
     check_samples(options, documents.shape, tokenizer)
     packing, root = _Packing(options, documents.shape, tokenizer), cache_root(None)
@@ -258,6 +265,11 @@ def _streamed_corpus(
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
     return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
+
+
+def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DataOptions:
+    """``options`` whose date the tokenizer's chat templates write from now on; without one if they write none."""
+    return options if tokenizer is not None and fix_date(tokenizer, options.date) else replace(options, date=None)
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
@@ -325,6 +337,7 @@ class _Packing:
             ]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
+            key += [options.date] if options.date else []
         elif options.labels:
             key += ["labels"]
         return [*key, "parsed"] if samples.split_special_tokens is False else key
@@ -333,8 +346,10 @@ class _Packing:
         if not self.options.makes_samples(self.shape):
             return tuple(unread_notes(tally))
         trained = "every token" if self.options.samples.train_on_prompt else self.shape.trained
-        words = f"records with {', '.join(self.shape.required)}; trained on: {trained}"
-        return words, *notes(self.shape, tally, self.options.sequence_length)
+        words = [f"records with {', '.join(self.shape.required)}; trained on: {trained}"]
+        if self.options.date:
+            words.append(f"the chat template writes the date of the run's first start: {self.options.date}")
+        return *words, *notes(self.shape, tally, self.options.sequence_length)
 
 
 def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -53,6 +53,7 @@ def data_options(
     train: Dataset | IterableDataset | None = None,
     evaluated: Mapping[str, str | Dataset | IterableDataset] | None = None,
     model: PreTrainedModel | None = None,
+    date: str | None = None,
 ) -> DataOptions:
     """The data options of a run of ``args``.
 
@@ -60,6 +61,7 @@ def data_options(
         train: replaces ``args.dataset``.
         evaluated: replaces ``args.eval_dataset``.
         model: its generation config may name stop tokens too.
+        date: the day that chat templates take for today's.
     """
     stops = stop_tokens(args, config, model)
     return DataOptions(
@@ -71,6 +73,7 @@ def data_options(
         shuffle_rows=args.shuffle_rows,
         eval_dataset=evaluated or args.eval_sets,
         max_samples=args.max_samples,
+        date=date,
         samples=SampleOptions(
             args.train_on_prompt,
             args.overflow,

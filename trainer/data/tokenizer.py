@@ -1,17 +1,21 @@
 """The tokenizer: opened by its name or trained on the documents, and checked before any data is read."""
 
+import contextlib
+import datetime
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from datasets.fingerprint import Hasher  # semi-private: datasets/fingerprint.py, datasets 5.2
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from shardwright.errors import UserError
 from shardwright.files.cache import cached, digest
@@ -161,3 +165,20 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else Hasher.hash(tokenizer)
     return digest([content, tokenizer.eos_token_id])
+
+
+def fix_date(tokenizer: PreTrainedTokenizerBase, date: str | None) -> bool:
+    """Have the tokenizer's chat templates take ``date`` (ISO) for today's, in all of this process; None: today's.
+
+    Returns whether one asks for it, as Llama 3.2's and GPT-OSS's do.
+    """
+    given = tokenizer.chat_template or ""
+    asking = [text for text in ([given] if isinstance(given, str) else given.values()) if "strftime_now" in text]
+    for text in asking:
+        with contextlib.suppress(TemplateError):  # rendering it will say what is wrong
+            # semi-private: transformers/utils/chat_template_utils.py, transformers 5.23, which keeps compiled templates
+            names = chat_template_utils._compile_jinja_template(text).globals
+            names.pop("strftime_now", None)  # an earlier date; transformers' own stays behind it
+            if date is not None:
+                names["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
+    return bool(asking)

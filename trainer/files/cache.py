@@ -9,21 +9,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+from rich.console import Console
+
 from shardwright.errors import UserError
+from shardwright.report.lines import say
 
 T = TypeVar("T")
+SUMS = "checksums.json"  # file → its size and checksum, in each published folder
 
 
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published.
+    """Returns ``load(folder)``. Without a whole one, ``build`` makes it anew in ``scratch`` and it is published.
 
     Raises UserError if it can't be written.
     """
-    if folder.exists():  # else a folder that another process publishes meanwhile could be removed
-        try:
-            return load(folder)
-        except Exception:  # corrupt: each file format raises errors of its own types
-            shutil.rmtree(folder, ignore_errors=True)
+    if is_whole(folder):
+        return load(folder)
     made = scratch / folder.name
     try:
         made.mkdir()
@@ -34,14 +36,54 @@ def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: 
     return load(folder)
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether the published ``folder`` is there with each file as it was written; a damaged one is named and removed.
+
+    Reads all of it, at the speed of the disk.
+    """
+    if not folder.exists():  # else a folder that another process publishes meanwhile could be removed
+        return False
+    try:
+        written = json.loads((folder / SUMS).read_text())
+        wrong = [name for name, checksum in written.items() if _checksum(folder / name) != checksum]
+        found = f"{wrong[0]} has changed since it was written" if wrong else ""
+    except (OSError, ValueError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        say(Console(stderr=True), f"cache:   {folder} is damaged ({found}): it is made anew")
+        shutil.rmtree(folder, ignore_errors=True)
+    return not found
+
+
 def publish(made: Path, folder: Path) -> None:
-    """Renames the finished folder ``made`` to ``folder``, in one piece; another process's, of equal content, stays."""
+    """Renames the finished folder ``made`` to ``folder``, in one piece, with checksums and once it lies on the disk.
+
+    Another process's folder, of equal content, stays.
+    """
+    files = [path for path in sorted(made.rglob("*")) if path.is_file()]
+    (made / SUMS).write_text(json.dumps({str(path.relative_to(made)): _checksum(path) for path in files}))
+    for path in (*made.rglob("*"), made):
+        _sync(path)
     folder.parent.mkdir(exist_ok=True)
     try:
         made.rename(folder)
     except OSError:
         if not folder.is_dir():
             raise
+    _sync(folder.parent)  # until then a power cut may undo the rename
+
+
+def _checksum(path: Path) -> list[int | str]:
+    with path.open("rb") as file:
+        return [hashlib.file_digest(file, xxhash.xxh3_64).hexdigest(), file.tell()]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:

@@ -20,6 +20,7 @@ from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 
 Batch = dict[str, torch.Tensor]
+_OF_ALL = ("seed", "data", "date")  # of a cursor: what is no place in the order
 
 
 class TrainingBatches:
@@ -37,6 +38,7 @@ class TrainingBatches:
             ``[process_index, process_index + 1) * batch_size / process_count``.
         lengths: a batch is cut to the shortest of these that holds its rows; the last is S. Rows then come in order by
             length (`OrderByLength`). Empty, or S alone: none is cut.
+        date: what a chat template wrote into the rows for today; cursors keep it.
 
     Raises UserError if the rows don't fill one batch (a stream raises it from ``next()`` at its end), or
     ``process_count`` does not divide ``batch_size``.
@@ -50,6 +52,7 @@ class TrainingBatches:
         process_index: int = 0,
         process_count: int = 1,
         lengths: Sequence[int] = (),
+        date: str | None = None,
     ) -> None:
         if batch_size % process_count:
             raise UserError(
@@ -63,6 +66,7 @@ class TrainingBatches:
         if len(lengths) > 1:
             self._data += f", by length ({', '.join(map(str, lengths))})"
             self._order_from = functools.partial(OrderByLength, rows, lengths, seed, batch_size)
+        self._kept = {"date": date} if date else {}
         share = batch_size // process_count
         self._share = slice(process_index * share, (process_index + 1) * share)
         self._begin({"epoch": 0, "row": 0})
@@ -96,7 +100,7 @@ class TrainingBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor of the next batch: JSON-able, and the same in every process."""
-        return {"seed": self._seed, "data": self._data, **copy.deepcopy(self._cursor)}
+        return {"seed": self._seed, "data": self._data, **self._kept, **copy.deepcopy(self._cursor)}
 
     def load_state_dict(self, cursor: Mapping[str, Any]) -> None:
         """Continue at ``cursor``, whatever batch size and number of processes it was taken with.
@@ -119,7 +123,7 @@ class TrainingBatches:
                 instead=f"--seed {cursor.get('seed')}",
             )
         try:
-            self._begin(copy.deepcopy({name: cursor[name] for name in cursor if name not in ("seed", "data")}))
+            self._begin(copy.deepcopy({name: cursor[name] for name in cursor if name not in _OF_ALL}))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 asked="to go on at a cursor of the data",

@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from shardwright.data.records.documents import Documents
-from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
+from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
 
@@ -168,23 +168,24 @@ def write_rows(
     new_packer: Callable[[], AnyPacker],
     documents: Documents,
 ) -> None:
-    """Write the rows of each split of ``documents`` to ``folder``, and last their number, which `load_rows` checks.
+    """Write the rows of each split of ``documents`` to ``folder``, and last their tallies.
 
     Raises UserError if a split doesn't fill one row.
     """
-    counts, tallies = {}, {}
+    tallies = {}
     for name, split in splits.items():
         packer = new_packer()
+        mean = max(1, split.data.nbytes // max(1, split.data.num_rows))
         packed = split.map(
             packer,
             batched=True,
-            batch_size=DOCUMENTS_AT_ONCE * packer.groups,
+            batch_size=max(1, min(DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE // mean) * packer.groups),
             features=Features({column: List(Value("int32"), length=packer.length) for column in packer.columns}),
             cache_file_name=str(folder / f"{name}.arrow"),
             new_fingerprint=digest([folder.name, name]),
         )
-        counts[name], tallies[name] = len(packed), dict(packer.tally)
-        if not counts[name]:
+        tallies[name] = dict(packer.tally)
+        if not len(packed):
             raise UserError(
                 asked=f"{documents.asked} in rows of {packer.length} tokens",
                 found=f"{len(split)} {name} documents of {len(packer.rest)} tokens in all"
@@ -194,17 +195,10 @@ def write_rows(
             )
     first = next(iter(tallies.values()))
     first |= sum((unread.tally for unread in documents.unread), Counter())
-    (folder / "rows.json").write_text(json.dumps({"rows": counts, "tallies": tallies}))
+    (folder / "rows.json").write_text(json.dumps(tallies))
 
 
 def load_rows(folder: Path) -> dict[str, StoredRows]:
-    """Split → rows, as `write_rows` wrote them.
-
-    Raises ValueError if some are missing, and errors of many types if a file is absent or damaged.
-    """
-    written = json.loads((folder / "rows.json").read_text())
-    tallies = written["tallies"]
-    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in tallies}
-    if written["rows"] != {name: len(split) for name, split in rows.items()}:
-        raise ValueError(f"rows are missing from {folder}")
-    return rows
+    """Split → rows, as `write_rows` wrote them."""
+    tallies = json.loads((folder / "rows.json").read_text())
+    return {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in tallies}

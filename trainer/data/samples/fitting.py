@@ -7,7 +7,7 @@ Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.rows.packing import AnyPacker, Columns
+from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
@@ -74,8 +74,7 @@ class SamplePacker(AnyPacker):
 
     def rows(self, documents: Sequence[str]) -> Columns:
         groups: list[Group] = []
-        self._documents = [*documents]
-        for number, made in self.encoder(documents):
+        for number, made in self._encoded(documents):
             self.tally["samples"] += 1
             kept = [group for group in self._fitted(documents[number], made) if _all_scored(group)]
             dropped = self.options.overflow == "drop" and _all_scored(made)
@@ -92,6 +91,12 @@ class SamplePacker(AnyPacker):
         self.tally["tokens"] += sum(lengths)
         self.tally["scored"] += sum(sample.scored for group in groups for sample in group)
         return self._filled(rows)
+
+    def _encoded(self, documents: Sequence[str]) -> Iterator[tuple[int, Group]]:
+        """(number, samples) of the documents, tokenised a number of characters at a time."""
+        for numbers in by_characters(documents, CHARACTERS_AT_ONCE):
+            self._first, self._documents = numbers.start, [*documents[numbers.start : numbers.stop]]
+            yield from ((numbers.start + number, made) for number, made in self.encoder(self._documents))
 
     def _fitted(self, document: str, group: Group) -> list[Group]:
         """``[group]``, or the groups that the overflow policy makes of one longer than a row."""
@@ -136,7 +141,7 @@ class SamplePacker(AnyPacker):
     def _bad(self, number: int, bad: BadRecord) -> None:
         self.tally["bad"] += 1
         if self.watch is not None:
-            self.watch.bad(number, bad)
+            self.watch.bad(self._first + number, bad)
         if self.options.on_bad_row == "error":
             raise UserError(
                 asked=f"samples of {self.encoder.shape.name}",
@@ -144,6 +149,18 @@ class SamplePacker(AnyPacker):
                 why="no sample can be made of it",
                 instead="the data mended, or --on_bad_row skip, which leaves such rows out and counts them",
             )
+
+
+def by_characters(texts: Sequence[str], most: int) -> Iterator[range]:
+    """Runs of the numbers of ``texts``, each of at most ``most`` characters, or of one text."""
+    first, characters = 0, 0
+    for number, text in enumerate(texts):
+        if first < number and characters + len(text) > most:
+            yield range(first, number)
+            first, characters = number, 0
+        characters += len(text)
+    if texts:
+        yield range(first, len(texts))
 
 
 def _length(group: Group) -> int:

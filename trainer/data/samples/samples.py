@@ -21,6 +21,7 @@ from shardwright.data.samples.chat import (
     ROLES,
     Chat,
     Template,
+    as_written,
     chat_of,
     past_turns,
     with_beginning,
@@ -53,8 +54,8 @@ class Sample:
 
 # a record's sample, or the answers to its prompt, each behind the whole prompt: isolated segments of one row
 Group = tuple[Sample, ...]
-# (a record's texts to tokenise, the function from their tokens to the samples)
-Draft = tuple[list[str], Callable[[list[list[int]]], Group]]
+# (a record's texts to tokenise, the function from the list of their Tokens to the samples)
+Draft = tuple[list[str], Callable[[list[Any]], Group]]
 
 
 def joined(group: Group) -> Sample:
@@ -102,9 +103,7 @@ class Encoder:
                 unread = Counter[str]()  # fields without effect
                 drafts.append((number, self._draft(document, unread), unread))
         texts = [text for _, (texts, _), _ in drafts for text in texts]
-        # verbose=False: no warning that a text is longer than the model's context
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
+        tokens = iter(as_written(self.tokenizer, texts))
         groups: list[tuple[int, Group]] = []
         for number, (texts, make), unread in drafts:
             found = [next(tokens) for _ in texts]

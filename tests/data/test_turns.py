@@ -1,0 +1,270 @@
+"""A chat's turns are found on one tokenisation of the whole, as if each beginning of it had been tokenised alone."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardwright.data.corpus import DataOptions, load_corpus
+from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples.chat import Chat, Template, as_written, chat_of
+from shardwright.data.samples.fitting import SampleOptions, SamplePacker, by_characters
+from shardwright.objectives.sft import SHAPES
+from tests.support import chats as kinds
+from tests.support.chats import CHAT, CHATML
+
+SHAPE = {shape.name: shape for shape in SHAPES}
+OURS = ("CHATML", "LLAMA", "MIXTRAL", "REASONING", "ENDLESS", "PARTING")
+SHIPPED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+TEMPLATES = {name: getattr(kinds, name) for name in OURS}
+TEMPLATES |= {path.stem: path.read_text() for path in SHIPPED if "endgeneration" not in path.read_text()}
+# ends a turn with its stop token only once something follows
+TEMPLATES["open end"] = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_end|><|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES["two stops"] = CHATML.replace("<|im_end|>", "<|im_end|></s>")
+STOPS = ("<end>", "</s>", "<|im_end|>", "<|eot|>", "<|eot_id|>", "<|return|>", "<|call|>", "<|end|>")
+STOPS += ("<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>", "<turn|>", "<｜end▁of▁sentence｜>")
+_NAMES = re.compile(r"<[|｜]?/?[\w▁]+[|｜]?>|\[/?INST\]")
+
+
+def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _call(number: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": {"a": number}}}
+
+
+def _steps(count: int) -> list[dict[str, Any]]:
+    """A question, then calls of a tool, with reasoning before each."""
+    made = [_message("user", "what is the sum?")]
+    for n in range(count):
+        made += [_message("assistant", f"step {n}", tool_calls=[_call(n)]), _message("tool", f"{n}", name="add")]
+    return [*made, _message("assistant", "done")]
+
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "plain": CHAT,
+    "nine turns": [_message(role, f"{role} says {n}.\n") for n in range(9) for role in ("user", "assistant")],
+    "with a system": [_message("system", "be brief"), *CHAT, _message("user", "and?")],
+    "white space": [_message("user", " one  "), _message("assistant", "\n two\n\n"), *CHAT],
+    "a stop token in a turn": [*CHAT, _message("user", "go <|im_end|> on"), _message("assistant", "a <|im_end|> b")],
+    "reasoning written out": [
+        m for n in "12" for m in (CHAT[0], _message("assistant", f"<think>\n{n}\n</think>\n\n{n}"))
+    ],
+    "reasoning in a key": [m for n in "12" for m in (CHAT[0], _message("assistant", n, reasoning_content=n))],
+    "calls": _steps(3),
+    "calls, twice": [*_steps(2), *_steps(1)],
+    "two answers in turn": [*CHAT, _message("assistant", "four"), _message("user", "stop"), CHAT[1]],
+    "letters of many bytes": [_message("user", "naïve 東京 🙂?"), _message("assistant", "é🙂 京"), *CHAT],
+}
+
+
+def _words(name: str) -> list[AddedToken]:
+    found = dict.fromkeys([*kinds.SPECIAL, *STOPS, *_NAMES.findall(TEMPLATES[name])])
+    return [AddedToken(word, special=True, normalized=False) for word in found]
+
+
+def _bytes() -> Tokenizer:
+    """Merges across spaces and line ends, and offsets without white space, as GPT-2's and Llama 3's."""
+    made = Tokenizer(models.BPE())
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.Split(
+        Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    made.decoder, made.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
+    texts = [str(CHATS), "assistant: two\n\n", "user\n\n", " says\n", ".\n", "\n two\n\n"] * 9
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=letters.alphabet(), show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def _pieces() -> Tokenizer:
+    """As Llama 2's: a space in front of each text between special tokens; letters that it does not know are bytes."""
+    known = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for word in ["▁", *"abcdefghijklmnopqrstuvwxyz\n.?", "▁t", "wo", "▁two", "▁s"]:
+        known.setdefault(word, len(known))
+    merges = [("▁", "t"), ("w", "o"), ("▁t", "wo"), ("▁", "s")]
+    made = Tokenizer(models.BPE(known, merges, byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+BACKENDS = {"bytes": _bytes, "pieces": _pieces}
+PYTHON = "python"  # a tokenizer that is one of transformers' in Python, which don't tell places
+
+
+def _tokenizer(kind: str, name: str, backend: Tokenizer | None) -> PreTrainedTokenizerBase:
+    """A tokenizer with the template ``name`` and all of its special tokens."""
+    made = ByT5Tokenizer() if backend is None else PreTrainedTokenizerFast(tokenizer_object=backend)
+    made.add_tokens(_words(name))
+    made.chat_template, made.eos_token, made.bos_token = TEMPLATES[name], "<end>", "<s>"
+    assert made.is_fast == (kind != PYTHON)
+    return made
+
+
+def all_beginnings(template: Template, chat: Chat) -> list[tuple[int, int]]:
+    """The spans as they were found before: all 2T + 1 beginnings are tokenised, and compared with the whole."""
+
+    def tokens(text: str) -> list[int]:
+        return [*as_written(template.tokenizer, [text])[0]]
+
+    def check(part: Sequence[int], what: str) -> None:
+        if whole[: len(part)] != part:
+            raise BadRecord("messages", what, parts=True)
+
+    whole = tokens(*template.texts(chat))
+    before = [tokens(template.text(chat, i)) for i in chat.turns]
+    with_it = [tokens(template._apply(chat.messages[: i + 1], chat)) for i in chat.turns]
+    for i, part in zip(chat.turns, before, strict=True):
+        check(part, f"as far as message {i + 1}")
+    spans = []
+    ends = [*map(len, before), len(whole)][1:]
+    for i, start, turn, next_start in zip(chat.turns, map(len, before), with_it, ends, strict=True):
+        end = len(turn)
+        if whole[:end] != turn:
+            stops = [n for n in range(start, next_start) if whole[n] in template.stops]
+            if not stops:
+                check(turn, f"up to and with message {i + 1}")
+            end = stops[0] + 1
+        spans.append((start, next((n for n in range(end, start, -1) if whole[n - 1] in template.stops), end)))
+    return spans
+
+
+def outcome(made: Any) -> Any:
+    try:
+        return made()
+    except BadRecord as bad:
+        return re.split(" otherwise|: they part", bad.found.removeprefix("the chat template renders a chat "))[0]
+
+
+@pytest.mark.parametrize("kind", [*BACKENDS, PYTHON])
+def test_the_turns_of_every_template_and_chat_are_those_of_all_beginnings_tokenised(kind: str) -> None:
+    backend, seen = None if kind == PYTHON else BACKENDS[kind](), Counter[str]()
+    for name in OURS if kind == PYTHON else TEMPLATES:
+        tokenizer = _tokenizer(kind, name, backend)
+        template = Template(tokenizer, frozenset(tokenizer.convert_tokens_to_ids([*STOPS])))
+        for case, messages in CHATS.items():
+            chat = chat_of({"messages": messages})
+            expected = outcome(lambda: all_beginnings(template, chat))  # noqa: B023  (called at once)
+            found = outcome(lambda: template.spans(chat, as_written(tokenizer, template.texts(chat))))  # noqa: B023
+            assert found == expected, f"{name}, {case}"
+            seen["refused" if isinstance(found, str) else "found"] += 1
+    assert seen["found"] > 3 * len(OURS), seen
+    assert seen["refused"] > len(OURS), seen
+    print(f"{kind}: {dict(seen)}")
+
+
+class Counting(PreTrainedTokenizerFast):
+    """Notes the characters that each call tokenises, and counts the chats that are rendered."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls: list[int] = []
+        self.rendered = 0
+
+    def __call__(self, text: Any = None, **options: Any) -> Any:
+        self.calls.append(len(text) if isinstance(text, str) else sum(map(len, text)))
+        return super().__call__(text, **options)
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        self.rendered += 1
+        return super().apply_chat_template(*args, **options)
+
+
+@pytest.fixture
+def counting() -> Counting:
+    tokenizer = Counting(tokenizer_object=BACKENDS["bytes"](), clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens(_words("CHATML"))
+    tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|im_end|>"
+    return tokenizer
+
+
+class Made:
+    """Watches a packer, and keeps what it makes."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, Any] = {}
+
+    def bad(self, number: int, bad: BadRecord) -> None:
+        self.samples[number] = str(bad)
+
+    def made(self, number: int, sample: Any, kept: Any) -> None:
+        self.samples[number] = [sample.tokens.tolist(), sample.labels.tolist()]
+
+
+def made(tokenizer: PreTrainedTokenizerFast, shape: str, records: Sequence[dict[str, Any]]) -> dict[int, Any]:
+    watch = Made()
+    packer = SamplePacker(tokenizer, SHAPE[shape], 8192, SampleOptions(on_bad_row="skip"), watch=watch)
+    packer.rows([SHAPE[shape].document(record) for record in records])
+    return watch.samples
+
+
+def test_the_characters_tokenised_and_the_chats_rendered_grow_with_the_turns_not_with_their_square(
+    counting: Counting,
+) -> None:
+    for turns in (1, 4, 64):
+        counting.calls, counting.rendered = [], 0
+        messages = [_message(role, "some words " * 20) for _ in range(turns) for role in ("user", "assistant")]
+        ((tokens, _),) = made(counting, "messages", [{"messages": messages}]).values()
+        whole = len(counting.decode(tokens))
+        assert sum(counting.calls) < whole + 200, f"{turns} turns"
+        assert counting.rendered <= turns + 4
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": CHAT},
+    "prompt/completion": {"prompt": "one and one?", "completion": " two"},
+    "instruction/output": {"instruction": "add one and one", "output": "two"},
+    "text": {"text": "one and one is two, and one more is three"},
+}
+
+
+@pytest.mark.parametrize("shape", RECORDS)
+def test_a_call_of_the_tokenizer_is_bounded_by_characters_and_changes_no_sample(
+    shape: str, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [RECORDS[shape]] * 20 + [dict.fromkeys(RECORDS[shape], "")] + [RECORDS[shape]] * 20
+    expected = made(counting, shape, records)
+    counting.calls = []
+    monkeypatch.setattr("shardwright.data.samples.fitting.CHARACTERS_AT_ONCE", 400)
+    assert made(counting, shape, records) == expected, "and the bad record has its number"
+    assert len(expected) == 41
+    assert max(counting.calls) <= 800, "a completion's prompt is tokenised twice"
+
+
+def test_texts_are_taken_together_up_to_a_number_of_characters() -> None:
+    assert list(by_characters([], 5)) == []
+    assert list(by_characters(["a" * 9], 5)) == [range(1)]
+    sizes = [1, 4, 1, 9, 2, 2, 2]
+    runs = list(by_characters(["a" * size for size in sizes], 5))
+    assert [*itertools.chain(*runs)] == [*range(len(sizes))]
+    assert [sum(sizes[n] for n in run) for run in runs] == [5, 1, 9, 4, 2]
+
+
+def test_no_batch_of_long_records_that_are_packed_holds_more_characters_than_many_short_ones(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.data.rows.rows.CHARACTERS_AT_ONCE", 2000)
+    path = kinds.write_records(tmp_path / "long.jsonl", kinds.chats(400, longest=200))
+    packed: list[int] = []
+    rows_of = SamplePacker.rows
+    monkeypatch.setattr(
+        SamplePacker, "rows", lambda self, texts: packed.append(sum(map(len, texts))) or rows_of(self, texts)
+    )
+    load_corpus(DataOptions(str(path), 512, isolate_documents=True), counting, len(counting), tmp_path / "cache")
+    assert sum(packed) > 200_000
+    assert max(packed) < 2 * 2000 * SamplePacker.groups
