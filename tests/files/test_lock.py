@@ -194,3 +194,20 @@ def test_the_thread_renews_it(store, monkeypatch):
         while held._lease.renewals < 3:
             pass
     assert store.names() == []
+
+
+def test_a_lock_of_which_the_disk_can_t_tell_is_an_error_and_not_held(tmp_path, monkeypatch):
+    real = os.stat
+
+    def fail(path: str, **more: bool) -> os.stat_result:
+        if str(path).endswith(LOCK):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, **more)
+
+    with FolderLock(Folder(tmp_path)) as held:
+        held.check_held()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fail)
+            with pytest.raises(StorageError, match=r"look for .*\.lock"):
+                held.check_held()
+        held.check_held()
