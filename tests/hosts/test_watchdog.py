@@ -55,13 +55,13 @@ def test_a_run_that_was_paused_for_longer_goes_on() -> None:
 
 COMPILES = """
 import time, torch
-import torch_xla.core.xla_model as xm
+import torch_xla
 from types import SimpleNamespace
 from shardwright.hosts import watchdog
 from shardwright.hosts.hosts import hosts
 from shardwright.step.compile_guard import CompileGuard
 watchdog.LOOK = 0.1
-ones, guard = torch.ones(2, device=xm.xla_device()), CompileGuard("step", 1)
+ones, guard = torch.ones(2, device=torch_xla.device()), CompileGuard("step", 1)
 def trace(batch):
     time.sleep(3)
     return {"sum": batch["ones"] + 1}

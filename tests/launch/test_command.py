@@ -132,7 +132,7 @@ def test_no_option_becomes_a_line_of_its_own_in_any_target_s_files(target, tmp_p
     given = dict.fromkeys(texts, "a") | {"topology": "v5p:2x2x2", "mount": "gs://b:/mnt/b", "env": "A=b"}
     for name in texts if target == "jobset" else ["env"]:
         for end in "\n\r\x0b\x0c\x1c\x85\u2028\u2029\x1b":
-            refused([target, f"--{name}", f"{given[name]}{end}B=c", *JOBSET[1:], *TRAIN])
+            refused([target, *JOBSET[1:], f"--{name}", f"{given[name]}{end}B=c", *TRAIN])
             assert "a line break" in refused([target, *JOBSET[1:], *TRAIN, "--run_name", f"a{end}B=c"])
     assert list(tmp_path.iterdir()) == []
 
