@@ -16,6 +16,7 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerBase, Pre
 
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples import template_trial
 from shardwright.data.samples.chat import Chat, Template, as_written, chat_of
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker, by_characters
 from shardwright.objectives.sft import SHAPES
@@ -69,6 +70,12 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "two answers in turn": [*CHAT, _message("assistant", "four"), _message("user", "stop"), CHAT[1]],
     "letters of many bytes": [_message("user", "naïve 東京 🙂?"), _message("assistant", "é🙂 京"), *CHAT],
 }
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these templates ends; to try it in a process of its own takes a second."""
+    monkeypatch.setattr(template_trial, "_tried", {*TEMPLATES.values()})
 
 
 def _words(name: str) -> list[AddedToken]:

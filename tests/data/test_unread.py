@@ -20,6 +20,7 @@ import trl
 
 from shardwright.data.records.fields import unread_columns, unread_of
 from shardwright.data.records.shapes import BadRecord
+from shardwright.data.samples import template_trial
 from shardwright.data.samples.samples import Encoder
 from shardwright.errors import UserError
 from shardwright.objectives.objective import RecordShape
@@ -87,6 +88,12 @@ RECORDS: dict[str, tuple[RecordShape, dict[str, Any]]] = {
 
 RENDERED = ["plain", "turns", "tools", "conversations", "completion of messages", "instruction", "pair of messages"]
 OBEYED = {"messages.weight", "messages.train"}  # a loss where there is one, and none where there is none
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these templates ends; to try it in a process of its own takes a second."""
+    monkeypatch.setattr(template_trial, "_tried", {*TEMPLATES.values()})
 
 
 def encoder_of(template: str | None, shape: RecordShape) -> Encoder:

@@ -37,15 +37,10 @@ CASES = {
     "pairs, against the starting weights": PAIRS,
     "one sample a row": CHATS,
     "a stream": [*TEXT, "--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20],
-    "accumulation, spikes and the best weights": [
-        *TEXT,
-        "--gradient_accumulation_steps",
-        2,
-        *BEST,
-        "--on_spike",
-        "skip",
+    "accumulation, spikes, the best weights and answers to prompts": [
+        *(*TEXT, *BEST, "--gradient_accumulation_steps", 2, "--on_spike", "skip"),
+        *("--sample_prompts", "{home}/prompts.txt", "--sample_tokens", 5),
     ],
-    "answers to prompts": [*TEXT, "--sample_prompts", "{home}/prompts.txt", "--sample_tokens", 5],
 }
 
 
