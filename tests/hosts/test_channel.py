@@ -60,7 +60,7 @@ COMPILE = """
         hosts().watchdog.moved(1)
         if index:
             with hosts().watchdog.compiling():
-                time.sleep(3)
+                time.sleep(5)
         code = 3 + sum(hosts().gather(1))
 """
 FAIL = """
@@ -121,7 +121,7 @@ def test_hosts_that_were_all_paused_for_longer_than_one_may_be_silent_go_on() ->
 
 
 def test_a_host_that_waits_for_one_that_compiles_is_not_taken_for_one_that_hangs() -> None:
-    codes, said = ends(start(COMPILE, 0.1)[1])
+    codes, said = ends(start(COMPILE, look=1)[1])
     assert codes == [5, 5], said
 
 

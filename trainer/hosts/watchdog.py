@@ -185,8 +185,8 @@ class Watchdog:
                 left = self._store.check([f"left {host}"])
                 if not left and (silent := self._silence.of(self._store, f"sign {host}")) > SILENT:
                     self._end_all(f"host {host} has given no sign of life for {silent:.0f} s")
-            if self._hung and any(sign.get("compiling") for sign in self._read_signs()):
-                self.progressed()  # the others wait for that host
+            if self._hung and self._waits_for_compiler():
+                self.progressed()
             elif self._hung:
                 self._end_all(self._hung)
             self._talked = awake()
@@ -197,6 +197,11 @@ class Watchdog:
     def _read_signs(self) -> list[dict[str, Any]]:
         keys = [f"sign {host}" for host in range(self.count)]
         return [json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys]
+
+    def _waits_for_compiler(self) -> bool:
+        """Whether a host compiles, and says so still: one that stands still now may have said it last."""
+        compiling = [host for host, said in enumerate(self._read_signs()) if said.get("compiling")]
+        return any(self._silence.of(self._store, f"sign {host}") < 10 * LOOK for host in compiling)
 
     def _signs(self) -> str:
         """A line for each host: its last step, its activity and for how long."""
