@@ -152,7 +152,8 @@ def test_what_can_not_be_measured_is_refused_before_a_weight_is_read(here, wrong
 
 
 def test_a_folder_without_weights_is_refused(here, tmp_path):
-    (tmp_path / "config.json").write_text((here / "model" / "config.json").read_text())
+    for path in (here / "model").glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
     with pytest.raises(UserError, match="the weights are not there"):
         open_model(options(here, model=str(tmp_path)), Console(quiet=True))
 

@@ -16,6 +16,7 @@ from shardwright.errors import TERMINATED, Terminated
 from shardwright.files.scratch import scratch_folder
 from shardwright.hosts.output_streams import exit_code
 from shardwright.xla.stop_requests import unwinding
+from tests.support.fork_server import run as run_program
 from tests.support.paths import ROOT
 
 
@@ -34,15 +35,17 @@ def test_what_a_dead_process_left_is_removed_by_the_next_and_what_a_living_one_h
     assert [path.name for path in tmp_path.iterdir()] == ["scratch-mine"]
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shardwright.files.scratch import scratch_folder
+with scratch_folder(Path(sys.argv[1]), "scratch-"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_one_that_was_killed_leaves_it_to_the_next(tmp_path):
-    process = os.fork()
-    if not process:
-        try:
-            with scratch_folder(tmp_path, "scratch-"):
-                os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    os.waitpid(process, 0)
+    assert run_program("-c", KILLED, tmp_path).returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 1
     with scratch_folder(tmp_path, "scratch-") as mine:
         assert list(tmp_path.iterdir()) == [mine]

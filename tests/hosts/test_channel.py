@@ -127,5 +127,5 @@ def test_a_host_that_waits_for_one_that_compiles_is_not_taken_for_one_that_hangs
 
 def test_a_host_whose_program_fails_ends_the_others_with_its_words_and_not_as_a_lost_one() -> None:
     codes, said = ends(start(FAIL, look=30)[1])  # before the other's watchdog looks
-    assert codes == [1, 1], said
+    assert codes == [70, 1], said
     assert "host 1 ended: a broken callback" in said[0]

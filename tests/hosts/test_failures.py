@@ -101,7 +101,7 @@ def standing(home) -> dict[str, Job]:
     jobs = {
         "0": job(home, "still-0", "--max_steps", 4000),
         "1": job(home, "still-1", "--max_steps", 4000),
-        "hangs": job(home, "hangs", "--max_steps", 4000, "--hang_timeout", 60, HOST_SILENT="10000"),
+        "hangs": job(home, "hangs", "--max_steps", 4000, "--hang_timeout", 25, HOST_SILENT="10000"),
     }
     # the host that stands still, and what the other one says
     ways = {"0": (0, "not answered"), "1": (1, "no sign of life"), "hangs": (1, "error: host")}

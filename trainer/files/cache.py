@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
-from rich.console import Console
 
 from shardwright.errors import UserError
-from shardwright.report.lines import say
+from shardwright.report.lines import Terminal, say
 
 T = TypeVar("T")
 SUMS = "checksums.json"  # file → its size and checksum, in each published folder
@@ -50,7 +49,7 @@ def is_whole(folder: Path) -> bool:
     except (OSError, ValueError, AttributeError) as error:
         found = f"{type(error).__name__}: {error}"
     if found:
-        say(Console(stderr=True), f"cache:   {folder} is damaged ({found}): it is made anew")
+        say(Terminal(stderr=True), f"cache:   {folder} is damaged ({found}): it is made anew")
         shutil.rmtree(folder, ignore_errors=True)
     return not found
 

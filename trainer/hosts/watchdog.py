@@ -20,7 +20,7 @@ from shardwright.hosts.restarts import note_passing
 
 CONNECT = 600.0  # seconds for the hosts to come together
 LOOK = 2.0  # seconds between two looks
-SILENT = 60.0  # seconds without a sign of life after which a host is lost
+SILENT = 40.0  # seconds without a sign of life after which a host is lost; torch_xla's aborts after 50 to 100
 LEAVING = 60.0  # seconds that the first host, at its end, waits for the others
 STAYING = 2.0  # seconds that it stays after they left: torch_xla's coordinator, there, aborts whoever has not ended yet
 _END = "end"  # key of the job's end: exit code, words, whether the cause is transient
