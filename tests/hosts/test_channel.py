@@ -56,11 +56,11 @@ WAIT = """
     code = 3 + sum(hosts().gather(1))
 """
 COMPILE = """
-    with hosts().watchdog.over(1, SimpleNamespace(activity="steps")):
+    with hosts().watchdog.over(8, SimpleNamespace(activity="steps")):
         hosts().watchdog.moved(1)
         if index:
             with hosts().watchdog.compiling():
-                time.sleep(5)
+                time.sleep(12)
         code = 3 + sum(hosts().gather(1))
 """
 FAIL = """
