@@ -22,7 +22,7 @@ from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
-STEPS = 40
+STEPS, SAVE = 24, 4
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def job(home: Path, name: str, *more: object, **environment: str) -> Job:
-    every = ("--logging_steps", 5, "--save_steps", 5, "--resume_from_checkpoint", "latest")
+    every = ("--logging_steps", SAVE, "--save_steps", SAVE, "--resume_from_checkpoint", "latest")
     return Job(home / name, HostLives(home, **environment), *tiny_run(home), *every, *more)
 
 
@@ -64,7 +64,7 @@ def killed(home, whole) -> tuple[list[Job], Job]:
 
         def all_killed() -> bool:
             for host, each in list(left.items()):
-                if each.saved(5) and half_written(each.output):
+                if each.saved(SAVE) and half_written(each.output):
                     os.kill(left.pop(host).processes[host], signal.SIGKILL)
             return not left
 
@@ -109,7 +109,7 @@ def standing(home) -> dict[str, Job]:
         for each in jobs.values():
             running.enter_context(each)
         for name, each in jobs.items():
-            wait_until(lambda each=each: each.saved(5))
+            wait_until(lambda each=each: each.saved(SAVE))
             os.kill(each.processes[ways[name][0]], signal.SIGSTOP)
         for name, each in jobs.items():
             still, said = ways[name]
