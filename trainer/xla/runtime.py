@@ -146,7 +146,7 @@ def _prepare() -> str:
                 why="it counts virtual CPU devices; autograd's device index ends at 127",
                 instead=f"CPU_NUM_DEVICES={VIRTUAL_DEVICES}, or leave it unset",
             )
-        virtual_devices.prepare()
+        virtual_devices.prepare(int(count))
     if not xr.is_spmd():  # a second call would warn
         xr.use_spmd()
     return kind

@@ -11,15 +11,15 @@ import signal
 
 from shardwright.errors import UserError
 
-# The most that XLA's CPU client makes for operations; one that has nothing to do takes 130 KB. Steps of recipes let a
-# device wait in 29 to 81 collectives at once (`python -m tests.support.waiting`). Devices come to them in nearly the
-# same order, so that four threads a device were enough in all that was run, and one was not.
-THREADS = 256
+# An idle one takes 130 KB, and 8 MiB of what `ulimit -d` limits. Steps of recipes let a device wait in 29 to 81
+# collectives at once (`python -m tests.support.waiting`). Devices come to them in nearly the same order, so that
+# four threads a device were enough in all that was run, and one was not; XLA makes 256 for operations at most.
+THREADS = 128
 
 
-def prepare() -> None:
+def prepare(devices: int) -> None:
     """Sets XLA's CPU client up, before it is opened, so that virtual devices never starve; what the user set stays."""
-    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS)))
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS, 4 * devices)))
     # operations one after another where they need not run at once, and none split over threads that others wait for
     flags = ("xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen")
     mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
@@ -35,7 +35,8 @@ def _ended(_: int) -> None:
         found="XLA ended the process, and said why above",
         why="where it speaks of a rendezvous, devices waited for one another for longer than its 10 s: this machine is "
         "too busy or too slow for so many, or the threads are fewer than the collectives that wait at once",
-        instead="a less busy machine, fewer devices (CPU_NUM_DEVICES=2) or a smaller model; NPROC unset",
+        instead="a less busy machine, fewer devices (CPU_NUM_DEVICES=2) or a smaller model; NPROC unset, or "
+        "NPROC=32 where this machine allows no more threads",
     )
     os.write(2, f"error: {error}\n".encode())
     os._exit(error.code)
