@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from shardwright.report.escapes import escaped
 from tests.support.browser import Browser
 from tests.support.lives import TINY, Lives, write_text
 
@@ -72,4 +73,4 @@ def test_the_page_shows_each_prompt_with_its_answers(runs):
         table = "document.querySelector('.prompt').nextElementSibling"
         cells = browser.evaluate(f"[...{table}.querySelectorAll('td')].map(e => e.textContent)")
     mine = [entry for entry in answers(runs / "rest") if entry["prompt"] == PROMPTS[0]]
-    assert cells == [text for entry in mine for text in (str(entry["step"]), entry["answer"])]
+    assert cells == [text for entry in mine for text in (str(entry["step"]), escaped(entry["answer"]))]
