@@ -1,4 +1,4 @@
-"""What records say of themselves is obeyed, refused by its name, or named; and how they may be written down."""
+"""Records' words about themselves are obeyed, refused by name, or named; and how records may be written down."""
 
 from __future__ import annotations
 

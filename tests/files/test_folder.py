@@ -67,17 +67,23 @@ def test_a_circle_of_links_is_an_error_and_no_no(tmp_path):
         Folder(tmp_path).exists("circle")
 
 
+def fail(patch: pytest.MonkeyPatch, folder: Folder, names: tuple[str, ...], error: Exception) -> None:
+    """Has the functions ``names`` of the folder's store raise ``error``."""
+
+    def raises(*given: object, **more: object) -> None:
+        raise error
+
+    for name in names:
+        patch.setattr(folder._fs, name, raises)
+
+
 @pytest.mark.parametrize("error", [PermissionError, TimeoutError])
 def test_what_a_store_can_t_tell_is_an_error_and_no_no(error, store, monkeypatch):
     folder = Folder(f"{store}/out")
     folder.write("there", b"")
 
-    def fail(*path: object, **more: object) -> None:
-        raise error("forbidden")
-
     with monkeypatch.context() as patch:
-        for name in ("info", "ls"):
-            patch.setattr(folder._fs, name, fail)
+        fail(patch, folder, ("info", "ls"), error("forbidden"))
         for ask in (Folder.exists, Folder.is_file, Folder.size, lambda folder, name: folder.names()):
             with pytest.raises(StorageError, match="forbidden"):
                 ask(folder, "there")  # type: ignore[operator]
@@ -105,12 +111,8 @@ def test_a_write_that_fails_in_a_store_leaves_the_old_file(store, monkeypatch):
     folder = Folder(f"{store}/out")
     folder.write("lineage.json", b"old")
 
-    def fail(*given: object, **more: object) -> None:
-        raise TimeoutError("the network")
-
     with monkeypatch.context() as patch:
-        for name in ("open", "pipe_file"):
-            patch.setattr(folder._fs, name, fail)
+        fail(patch, folder, ("open", "pipe_file"), TimeoutError("the network"))
         with pytest.raises(StorageError, match="the network"):
             folder.write("lineage.json", b"new")
     assert folder.read("lineage.json") == b"old"

@@ -1,4 +1,4 @@
-"""What hosts say to each other: it arrives as it was, nothing of it is run, and nobody else gives orders."""
+"""Hosts' words to each other arrive as they were, nothing of them is run, and nobody else gives orders."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def copy_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def tried(read: Callable[[], Any]) -> tuple[Any, str]:
-    """What ``read`` returns, or how it is refused."""
+    """Returns the result of ``read``, or the words of its refusal."""
     try:
         return read(), ""
     except UserError as error:

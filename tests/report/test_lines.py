@@ -1,4 +1,4 @@
-"""What a person named is shown as they wrote it, and none of it is taken for rich's markup or a terminal's orders."""
+"""Names that people gave are shown as they wrote them, none is taken for rich's markup or a terminal's orders."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Faults:
             self._watches = False
 
     def operations(self) -> list[Operation]:
-        """Those seen, in a fixed order."""
+        """The operations seen, in a fixed order."""
         return [(*key, nth) for key, count in sorted(self.seen.items()) for nth in range(count)]
 
     def meet(self, name: str, path: str) -> str:

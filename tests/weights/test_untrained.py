@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold beside the model's own weights: named, carried into the export, or not promised."""
+"""Tensors beside the model's own in a checkpoint's files are named, and carried into the export or not promised."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class TrainedModel:
 
     @property
     def untrained(self) -> Mapping[str, Array]:
-        """What the files of the starting weights hold beside the model's own, by their names."""
+        """Tensors that the files of the starting weights hold beside the model's own, by name."""
         return self.base.untrained if isinstance(self.base, HubWeights) else {}
 
     def saved(self, state: Tensors) -> Tensors:

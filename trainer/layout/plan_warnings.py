@@ -1,4 +1,4 @@
-"""What a plan allows and nobody is likely to have meant."""
+"""Warnings of a plan: what it allows, and nobody is likely to have meant."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What of the records is not read: columns, counted, and by a policy rows and files that can't be read.
+"""Parts of records that are not read: columns, counted, and by a policy rows and files that can't be read.
 
 Such rows stop the run, or are left out, counted and reported.
 """

@@ -1,4 +1,4 @@
-"""What records themselves leave out of the loss: turns of weight 0, and masks beside tokens.
+"""Masks of records: they leave out of the loss turns of weight 0, and masks beside tokens.
 
 Shape legend: T tokens of a sample.
 """

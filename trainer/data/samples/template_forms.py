@@ -13,7 +13,7 @@ _ASKED, _IN_PARTS = ({"role": "user", "content": content} for content in (_WORD,
 
 
 class TemplateForms:
-    """Those of the template that ``render`` renders by, which raises BadRecord for what the template does not take."""
+    """The forms that a chat template takes: each is tried with ``render``, which raises BadRecord where it is not."""
 
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
         self._render = render
