@@ -11,7 +11,7 @@ import signal
 
 from shardwright.errors import UserError
 
-# Steps of recipes let a device wait in 29 to 81 collectives at once (`python -m tests.support.waiting`), but devices
+# Steps of recipes let a device wait in 13 to 81 collectives at once (`python -m tests.support.waiting`), but devices
 # come to them in nearly the same order: 16 threads for 8 devices cured the worst model known. Beside 32, 64 cost
 # 6 % of CPU time and 128 10 %; 256 take more address space than some limits allow (8 MiB each, twice).
 THREADS = 64
