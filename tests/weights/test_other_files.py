@@ -83,7 +83,7 @@ BAD = {
     "empty": (lambda file: file.write_bytes(b""), "0 bytes"),
     "an old format": (
         lambda file: torch.save({"a": torch.ones(1)}, file, _use_new_zipfile_serialization=False),
-        "torch before 1.6",
+        "no zip archive",
     ),
 }
 

@@ -19,8 +19,8 @@ def is_state_dict(name: str) -> bool:
 def open_torch(file: Path) -> dict[str, torch.Tensor]:
     """Name -> tensor of a file, which stays mapped as long as they live.
 
-    Raises ValueError if it holds anything but tensors by name, or is of the format before torch 1.6, which can't be
-    mapped; else as torch does.
+    Raises ValueError if it holds anything but tensors by name, or is no zip archive, which alone can be mapped; else
+    as torch does.
     """
     try:
         # only tensors and plain values are unpickled: https://pytorch.org/docs/stable/notes/serialization.html
@@ -28,7 +28,7 @@ def open_torch(file: Path) -> dict[str, torch.Tensor]:
     except RuntimeError as error:
         if "mmap can only be used" not in str(error):
             raise
-        raise ValueError("it is of torch before 1.6; torch.save(torch.load(…), …) writes it anew") from error
+        raise ValueError("it is no zip archive, as torch writes since 1.6: cut off, or older") from error
     for key in _INSIDE:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
