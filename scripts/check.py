@@ -11,6 +11,7 @@ import sys
 os.environ["USE_TORCH_XLA"] = "0"
 
 from shardwright.arguments.command_line import Parser
+from shardwright.errors import command
 from shardwright.hosts.output_streams import exit_code
 
 LORA_R = 16
