@@ -30,7 +30,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices
-from shardwright.files.safetensors_file import DTYPES
+from shardwright.files.safetensors_file import DTYPES, LARGEST, read_header
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
@@ -44,7 +44,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # files to fetch: some repositories hold the weights a second time, in another format
 PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
-LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
 _PLAIN = "the checkpoint in bfloat16 or float32"
 _FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
@@ -308,7 +307,8 @@ def _indexed(name: str, folder: Path, index: str) -> list[Path]:
 
 
 def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    _check_header(file)
+    with _opened(file) as header:
+        read_header(lambda start, stop: (header.seek(start) and b"") or header.read(stop - start))
     with safe_open(file, framework="pt") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped, not read)
 
@@ -317,21 +317,6 @@ def _opened(file: Path) -> IO[bytes]:
     if not file.is_file():
         raise OSError("no regular file")  # a pipe may never have a writer
     return file.open("rb")
-
-
-def _check_header(file: Path) -> None:
-    """Raises ValueError if a safetensors file's header names a tensor twice; its own reader takes the last one."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise ValueError(f"{twice[:200]!r} stands twice in its header")
-        return found
-
-    with _opened(file) as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        json.loads(opened.read(min(size, LARGEST)), object_pairs_hook=unique)
 
 
 def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
