@@ -308,7 +308,7 @@ def _indexed(name: str, folder: Path, index: str) -> list[Path]:
 
 def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
     with _opened(file) as header:
-        read_header(lambda start, stop: (header.seek(start) and b"") or header.read(stop - start))
+        read_header(lambda start, stop: os.pread(header.fileno(), stop - start, start))
     with safe_open(file, framework="pt") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped, not read)
 
