@@ -14,6 +14,8 @@ DEQUANTIZED = torch.bfloat16  # the dtype of what is read
 Parts = Mapping[str, Array]
 # values of a config.json's quantization_config
 Settings = Mapping[str, Any]
+# (a weight's values, settings, the tensors that hold it in the base, or none) -> end of the name -> tensor, codes first
+Encode = Callable[[torch.Tensor, Settings, Parts], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Format:
 
     ``decode`` maps them to an array of the weight, of which reading a slice reads only that slice's blocks; nothing is
     read before. It raises ValueError, with the reason, for parts that do not go together. ``holds`` tells parts of
-    this format from those of another with the same names.
+    this format from those of another with the same names. ``encode`` makes such tensors (formats/encode.py).
     """
 
     title: str  # as a run's first lines name it
@@ -32,6 +34,7 @@ class Format:
     decode: Callable[[Parts, Settings], Array]
     plain: str = ".weight"
     unread: tuple[str, ...] = ()  # ends of names that may be there, and of which the values do not depend
+    encode: Encode | None = None  # None: it is read, and not written
 
 
 def shape_error(name: str, array: Array, wanted: str) -> ValueError:

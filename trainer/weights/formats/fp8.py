@@ -7,11 +7,13 @@ kernel.py, `weight_dequant`); despite the name a weight is its code times this s
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from shardwright.files.arrays import Array, LazyArray, Slices, whole
-from shardwright.weights.formats.format import Format, Settings, scaled, shape_error
+from shardwright.weights.formats.encode import fp8_blocks
+from shardwright.weights.formats.format import Encode, Format, Settings, scaled, shape_error
 
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _UNREAD = tuple(f".{name}" for name in ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale"))
@@ -63,7 +65,7 @@ def _decode(codes: Array, scales: Array, settings: Settings) -> Array:
     return scaled(codes, scales, tuple(size if count == 1 else 1 for count, size in pairs))
 
 
-def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight") -> Format:
+def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight", encode: Encode | None = None) -> Format:
     return Format(
         title=title,
         main=main,
@@ -72,12 +74,13 @@ def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight") 
         decode=lambda parts, settings: _decode(parts[main], parts[scale], settings),
         plain=plain,
         unread=_UNREAD,
+        encode=encode,
     )
 
 
-BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks")
+BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks", encode=partial(fp8_blocks, ".weight_scale_inv"))
 ROWS = _fp8(".weight_scale", "FP8")
-SCALE = _fp8(".scale", "FP8 in blocks")  # DeepSeek-V4's name of the same
+SCALE = _fp8(".scale", "FP8 in blocks", encode=partial(fp8_blocks, ".scale"))  # DeepSeek-V4's name of the same
 FUSED = [
     _fp8(f"{name}_scale_inv", "FP8 in blocks", name, name) for name in (".gate_up_proj", ".down_proj")
 ]  # transformers' own saves of fused experts

@@ -86,6 +86,14 @@ def quantization_settings(config: PretrainedConfig) -> Settings:
     return {}
 
 
+def base_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The dtype of the weights that a model of ``config`` is published with, once dequantized; None: it says none."""
+    if quantization_settings(config):
+        return DEQUANTIZED
+    stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return getattr(torch, stated) if isinstance(stated, str) else stated
+
+
 def _packed(tensors: Mapping[str, Array]) -> dict[str, PackedWeight]:
     """Plain name -> the packed weight of it."""
     found: dict[str, PackedWeight] = {}
