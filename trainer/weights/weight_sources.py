@@ -112,5 +112,6 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
 
 
 def means_weights(model: str | None, from_scratch: bool) -> bool:
-    """Whether a run of ``model`` starts from its weights: of a hub id or a folder it does, of a config's file not."""
-    return bool(model) and not from_scratch and not os.path.isfile(model_path(str(model)))
+    """Whether a run of ``model`` starts from its weights: of a hub id, a folder or a GGUF file, and not of a config."""
+    path = model_path(str(model))
+    return bool(model) and not from_scratch and (path.endswith(".gguf") or not os.path.isfile(path))

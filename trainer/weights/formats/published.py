@@ -4,7 +4,7 @@ The tensors' names and dtypes tell the format of each weight, since one checkpoi
 quantization_config tells what they can't: the size of a block, the order of packed codes.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from shardwright.files.arrays import Array
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
-from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
+from shardwright.weights.formats.format import Format, Parts, Settings
 
 _LISTED = 4  # names in a message
 # the first that holds a weight's tensors is its format
@@ -69,13 +69,6 @@ class Published:
     def stored(self, name: str) -> list[Array]:
         """The tensors in the files that the weight ``name`` is read from."""
         return list(self.packed[name].parts.values()) if name in self.packed else [self.tensors[name]]
-
-    @property
-    def said(self) -> str:
-        """The formats, for a run's first lines: "MXFP4 (48 tensors), dequantized to bfloat16"."""
-        titles = Counter(weight.form.title for weight in self.packed.values())
-        listed = ", ".join(f"{title} ({count:,} tensors)" for title, count in titles.items())
-        return listed and f"{listed}, dequantized to {str(DEQUANTIZED).removeprefix('torch.')}"
 
 
 def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
