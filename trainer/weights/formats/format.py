@@ -108,7 +108,7 @@ def unpacked(
         part, codes_in, words_in = where[dim], together // bits, together // width
         first, last = part.start // codes_in, -(-part.stop // codes_in)
         read_words = words[(*where[:dim], slice(first * words_in, last * words_in), *where[dim + 1 :])]
-        codes = _codes(read_words.movedim(dim, -1).contiguous(), bits)
+        codes = _codes(read_words.movedim(dim, -1).clone(memory_format=torch.contiguous_format), bits)
         if order is not None:
             codes = codes.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
         return codes.narrow(-1, part.start - first * codes_in, part.stop - part.start).movedim(-1, dim)
