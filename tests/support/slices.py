@@ -21,4 +21,6 @@ def assert_every_slice(values: Array, expected: torch.Tensor) -> None:
 
 def bits(values: torch.Tensor) -> torch.Tensor:
     """The numbers' bits, which tell 0 from -0 and are equal for a NaN."""
-    return values.clone(memory_format=torch.contiguous_format).view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
+    return values.clone(memory_format=torch.contiguous_format).view(
+        torch.int16 if values.dtype.itemsize == 2 else torch.int32
+    )

@@ -86,11 +86,20 @@ def broken(**changes):
 
 
 BROKEN = {
-    "a scale is missing": (broken(weight_scale=None), r"a\.weight_packed in int32 has beside it a\.weight_shape in int"),
+    "a scale is missing": (
+        broken(weight_scale=None),
+        r"packed in int32 has beside it a\.weight_shape in int",
+    ),
     "a shape is missing": (broken(weight_shape=None), r"without their scales: a\.weight_packed"),
     "a scale is cut off": (broken(weight_scale=torch.ones(7, 1)), r"its scale has shape \[7, 1\], where one for each"),
-    "codes are cut off": (broken(weight_packed=torch.zeros(8, 3, dtype=torch.int32)), r"weight_packed has shape \[8, 3"),
-    "zeros are cut off": (broken(weight_zero_point=torch.zeros(2, 1, dtype=torch.int32)), "weight_zero_point has shape"),
+    "codes are cut off": (
+        broken(weight_packed=torch.zeros(8, 3, dtype=torch.int32)),
+        r"packed has shape \[8, 3",
+    ),
+    "zeros are cut off": (
+        broken(weight_zero_point=torch.zeros(2, 1, dtype=torch.int32)),
+        "zero_point has shape",
+    ),
     "zeros for others": (broken(weight_zero_point=torch.zeros(1, 2, dtype=torch.int32)), r"its zeros has shape \[8, 2"),
     "an order of others": (
         broken(weight_scale=torch.ones(8, 2), weight_g_idx=torch.zeros(31, dtype=torch.int32)),

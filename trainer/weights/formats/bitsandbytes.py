@@ -7,6 +7,7 @@ int8 (https://arxiv.org/abs/2208.07339): a row's codes times its largest value, 
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,25 +35,29 @@ class _Blocks:
     def count(self) -> int:
         return -(-math.prod(self.shape) // self.size)
 
-    def read(self, first: int, last: int) -> torch.Tensor:
-        """The values of the blocks from ``first`` to before ``last``, one after the other."""
-        codes = self.parts[""]
-        elements = codes.dtype.itemsize * 2  # of a stored number, whose dtype only says how the bytes travel
-        places = slice(first * self.size // elements, -(-min(last * self.size, math.prod(self.shape)) // elements))
-        stored = codes[(places, *[slice(0, 1)] * (len(codes.shape) - 1))].reshape(-1)
-        pairs = unpacked(stored, 4, 0)[(slice(0, len(stored) * elements),)].unflatten(0, (-1, 2)).flip(-1).flatten()
-        table = whole(self.parts[_MAP])
-        values = table[pairs.int()] * self._largest(first, last).repeat_interleave(self.size)[: len(pairs)]
+    def read(self, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The values of all blocks in ``ranges`` (first, last + 1), one block after the other."""
+        stored = torch.cat([self._codes(first, last) for first, last in ranges])
+        pairs = unpacked(stored, 4, 0)[(slice(0, len(stored) * 2),)].unflatten(0, (-1, 2)).flip(-1).flatten()
+        values = whole(self.parts[_MAP])[pairs.int()]
+        values = values * self._largest(ranges).repeat_interleave(self.size)[: len(pairs)]
         return values.to(_DTYPES[self.state["dtype"]])
 
-    def _largest(self, first: int, last: int) -> torch.Tensor:
+    def _codes(self, first: int, last: int) -> torch.Tensor:
+        """The bytes of these blocks, of which the weight's last may be cut off."""
+        codes = self.parts[""]
+        held = codes.dtype.itemsize * 2  # elements in a stored number, whose dtype says only how the bytes travel
+        places = slice(first * self.size // held, -(-min(last * self.size, math.prod(self.shape)) // held))
+        return codes[(places, *[slice(0, 1)] * (len(codes.shape) - 1))].reshape(-1).view(torch.uint8)
+
+    def _largest(self, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """The largest values of these blocks, in float32."""
-        largest = self.parts[_ABSMAX][(slice(first, last),)]
+        largest = torch.cat([self.parts[_ABSMAX][(slice(first, last),)] for first, last in ranges])
         if _NESTED not in self.parts:
             return largest.to(torch.float32)
-        size = self.state["nested_blocksize"]
-        outer = self.parts[_NESTED][(slice(first // size, -(-last // size)),)].repeat_interleave(size)
-        inside = outer[first % size : first % size + last - first]
+        outer = torch.cat([torch.arange(first, last) for first, last in ranges]) // self.state["nested_blocksize"]
+        start = int(outer[0])
+        inside = self.parts[_NESTED][(slice(start, int(outer[-1]) + 1),)][outer - start]
         return whole(self.parts[_NESTED_MAP])[largest.int()] * inside + self.state["nested_offset"]
 
 
@@ -87,17 +92,16 @@ def _decode_4bit(parts: Parts, state: str) -> Array:
 
     def read(where: Slices) -> torch.Tensor:
         starts, length = _runs(where, shape)
-        found, places, held = [], torch.empty_like(starts), (0, 0, 0)
+        ranges, places, before = [(0, 0)], torch.empty_like(starts), 0  # before: blocks of the ranges that are full
         for index, start in enumerate(starts.tolist()):
             first, last = start // size, -(-(start + length) // size)
-            base, low, high = held  # the blocks from low to high are read, and lie from base on
-            if first > high or not found:
-                base, low, high = base + (high - low) * size, first, first
-            if last > high:
-                found.append(blocks.read(high, last))
-            held = (base, low, max(high, last))
-            places[index] = base + start - low * size
-        flat = torch.cat(found) if len(found) > 1 else found[0]
+            low, high = ranges[-1]
+            if first > high:
+                before, low, high = before + high - low, first, first
+                ranges.append((low, high))
+            ranges[-1] = (low, max(high, last))
+            places[index] = (before - low) * size + start
+        flat = blocks.read(ranges)
         if len(starts) == 1:
             flat = flat.narrow(0, int(places[0]), length)
         else:
