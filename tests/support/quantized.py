@@ -62,8 +62,8 @@ def four_bits(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 def mxfp4(codes_tail: str, scale_tail: str, codes_dtype: torch.dtype, scale_dtype: torch.dtype) -> Scheme:
     def scheme(shape: tuple[int, ...]) -> Quantized:
         packed, codes = four_bits(shape)
-        scales = torch.randint(118, 124, (*shape[:-1], shape[-1] // 32), dtype=torch.uint8)
-        factors = (scales.float() - 127).exp2().repeat_interleave(32, -1)
+        scales = torch.randint(118, 124, (*shape[:-1], -(-shape[-1] // 32)), dtype=torch.uint8)
+        factors = (scales.float() - 127).exp2().repeat_interleave(32, -1)[..., : shape[-1]]
         tensors = {codes_tail: packed.view(codes_dtype), scale_tail: scales.view(scale_dtype)}
         return tensors, (FP4[codes.int()] * factors).to(torch.bfloat16)
 
@@ -95,9 +95,10 @@ def int4(shape: tuple[int, ...]) -> Quantized:
     """Codes of compressed-tensors, eight in a word, in groups of 32, without zeros."""
     codes = torch.randint(0, 16, shape)
     words = (codes.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
-    scales = (torch.rand(*shape[:-1], shape[-1] // 32) / 50).to(torch.bfloat16)
+    scales = (torch.rand(*shape[:-1], -(-shape[-1] // 32)) / 50).to(torch.bfloat16)
+    factors = scales.float().repeat_interleave(32, -1)[..., : shape[-1]]
     tensors = {".weight_packed": words, ".weight_scale": scales, ".weight_shape": torch.tensor(shape)}
-    return tensors, ((codes - 8) * scales.float().repeat_interleave(32, -1)).to(torch.bfloat16)
+    return tensors, ((codes - 8) * factors).to(torch.bfloat16)
 
 
 def nf4(shape: tuple[int, ...]) -> Quantized:
