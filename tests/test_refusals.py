@@ -115,11 +115,6 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer's checkpoint": ({"optim": "lion"}, "the state of adamw"),
     "an output folder that another run holds": ({"output_dir": "held", "overwrite_output_dir": True}, "process "),
     "a run that is done": ({"max_steps": 2}, "there is nothing left to do"),
-    "pickled weights": ({"model": "pickled", "resume_from_checkpoint": None}, "pickled weights"),
-    "quantised weights": (
-        {"model": "packed", "resume_from_checkpoint": None},
-        "config.json has a quantization_config",
-    ),
     "weight files that are missing": ({"model": "partial", "resume_from_checkpoint": None}, "that are not there"),
 }
 CASES = MODEL | PLAN | RUN
@@ -183,10 +178,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mixed/b.jsonl": '{"text": "text"}\n',
         "empty/picture.png": "",
         "taken/something": "",
-        "pickled/config.json": config("llama"),
-        "pickled/pytorch_model.bin": "",
-        "packed/config.json": config("llama", quantization_config={"quant_method": "fp8"}),
-        "packed/model.safetensors": "",
         "partial/config.json": config("llama"),
         "partial/model.safetensors.index.json": json.dumps({"weight_map": {"lm_head.weight": "absent.safetensors"}}),
     }

@@ -32,9 +32,9 @@ CONFIG = LlamaConfig(
 WITHOUT: dict[str, tuple[dict[str, str], str]] = {
     "a config alone": ({}, "but config.json"),
     "a tokenizer": ({"tokenizer": "byte"}, r"but config.json, tokenizer.json"),
-    "pth": ({"consolidated.00.pth": ""}, "pickled weights: consolidated.00.pth"),
-    "pt": ({"model.pt": ""}, "pickled weights: model.pt"),
-    "bin": ({"pytorch_model.bin": ""}, "pickled weights: pytorch_model.bin"),
+    "pth": ({"consolidated.00.pth": ""}, r"consolidated.00.pth \(0 bytes\)"),
+    "pt": ({"model.pt": ""}, r"model.pt \(0 bytes\)"),
+    "bin": ({"pytorch_model.bin": ""}, r"pytorch_model.bin \(0 bytes\)"),
     "gguf": ({"llama-Q4_K_M.gguf": "GGUF"}, "llama-Q4_K_M.gguf"),
     "TensorFlow's": ({"tf_model.h5": ""}, "tf_model.h5"),
     "half a file": ({"model.safetensors.incomplete": "\0"}, "model.safetensors.incomplete"),

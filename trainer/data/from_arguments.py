@@ -26,7 +26,7 @@ def asked_tokenizer(
     name = args.tokenizer
     if name is None and args.model is not None:
         local = Path(model_path(args.model))
-        if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
+        if not os.path.exists(local) or local.suffix == ".gguf" or any(local.glob("tokenizer*")):
             name = args.model
     tokenizer = open_tokenizer(name) if given is None and name is not None else given
     check_tokenizer(tokenizer, config.get_text_config().vocab_size)

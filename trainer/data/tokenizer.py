@@ -24,9 +24,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or a local folder; raises UserError if there is none."""
+    """The tokenizer of a hub id, a local folder or a GGUF file; raises UserError if there is none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        file = {"gguf_file": Path(name).name} if name.endswith(".gguf") else {}  # which transformers reads itself
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(Path(name).parent) if file else name, trust_remote_code=False, **file
+        )
         tokenizer("text")  # some settings are only checked in use
         return tokenizer
     except Exception as error:  # of many types; each means that this name gave no tokenizer

@@ -42,7 +42,9 @@ def model_path(model: str) -> str:
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
-    """The config of ``model``: a folder with a ``config.json``, such a file, or a hub id; None: the recipe's.
+    """The config of ``model``: a folder with a ``config.json``, such a file or a GGUF file, or a hub id.
+
+    None: the recipe's own.
 
     Raises UserError if nothing is there, the config is unreadable, or the recipe has no default model.
     """
@@ -56,7 +58,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
         )
     if model is not None:
         path = Path(model := model_path(model))
-        looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
+        looks_local = model.endswith((".json", ".gguf")) or model.startswith((".", "~", os.sep)) or model.count("/") > 1
         # os.path.isfile, since a Path's would raise for a name that is too long
         config_file = path / "config.json" if os.path.isdir(path) else path
         if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
@@ -69,12 +71,15 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     try:
         if model is None:
             return config_of(recipe.model or {})
-        values = PretrainedConfig.get_config_dict(model)[0]
+        # a GGUF file holds its config; transformers reads it through the package gguf
+        stored = {"gguf_file": Path(model).name} if model.endswith(".gguf") else {}
+        source = str(Path(model).parent) if stored else model
+        values = PretrainedConfig.get_config_dict(source, **stored)[0]
         _check_sizes(values)
         if (kind := values.get("model_type")) is not None and kind not in CONFIG_MAPPING:
             known = f"unknown to transformers {transformers.__version__}, and code of a model's own is never run"
             raise ValueError(f"model_type {kind!r} is {known}")
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **stored)
     except Exception as error:  # transformers and the hub client raise many types when no config can be read
         raise UserError(
             asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",

@@ -8,7 +8,7 @@ import copy
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,14 +33,17 @@ from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
-from shardwright.weights.formats.published import Published, plain, quantization_settings
+from shardwright.weights import gguf_file
+from shardwright.weights.formats.format import DEQUANTIZED
+from shardwright.weights.formats.published import FormatError, Published, plain, quantization_settings
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
+from shardwright.weights.torch_file import is_state_dict, open_torch
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # files to fetch: some repositories hold the weights a second time, in another format
 PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
-PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
 _PLAIN = "the checkpoint in bfloat16 or float32"
@@ -65,8 +68,12 @@ class HubWeights:
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model = asked, model
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
-        self.published = self._dequantized({name: t for file in files for name, t in self._open(file).items()})
+        self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
+        opened = {file: self._open(file) for file in files}
+        self.files = {name: file for file, tensors in opened.items() for name in tensors}
+        self.published = self._dequantized({name: t for tensors in opened.values() for name, t in tensors.items()})
         self.tensors = self.published.tensors
+        self.formats.update(weight.form.title for weight in self.published.packed.values())
         self.groups = self._match()
         self.untrained = self._set_aside()  # by the files' names: what they hold, and the model goes without
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
@@ -85,6 +92,12 @@ class HubWeights:
         read = [tensor for name in names for tensor in self.published.stored(name)]
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in read)
 
+    @property
+    def said(self) -> str:
+        """The quantized formats, for a run's first lines: "MXFP4 (48 tensors), dequantized to bfloat16", or ""."""
+        listed = ", ".join(f"{title} ({count:,} tensors)" for title, count in self.formats.items())
+        return listed and f"{listed}, dequantized to {str(DEQUANTIZED).removeprefix('torch.')}"
+
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
         for twin in (name, *self.tied.get(name, ())):
@@ -102,11 +115,15 @@ class HubWeights:
             return part
 
         try:
-            _check_header(file)
-            with safe_open(file, framework="pt") as opened:
-                views = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped, not read)
+            if file.suffix == gguf_file.SUFFIX:
+                arrays, counts = gguf_file.open_gguf(file, self.model, lambda count: self.watch(count))
+                self.formats.update(counts)
+                return arrays
+            views = open_torch(file) if is_state_dict(file.name) else _open_safetensors(file)
             return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
-        except Exception as error:  # safetensors', and torch's for shapes that it can't hold
+        except UserError:
+            raise
+        except Exception as error:  # safetensors', gguf's, unpickling's, and torch's for shapes that it can't hold
             raise _unreadable(self.asked, file, error) from error
 
     def _dequantized(self, tensors: Mapping[str, Array]) -> Published:
@@ -114,10 +131,11 @@ class HubWeights:
         settings = quantization_settings(self.model.config)
         try:
             return plain(tensors, settings)
-        except ValueError as error:
+        except FormatError as error:
+            files = first_names({self.files[tensor].name for tensor in error.tensors if tensor in self.files})
             why = "quantized weights are read with the tensors that say what their codes stand for"
-            instead = "all of the files, as they were published; or the checkpoint in bfloat16 or float32"
-            raise _refused(self.asked, str(error), why, instead) from error
+            instead = f"all of the files, as they were published; or {_PLAIN}"
+            raise _refused(self.asked, f"{error} (in {files})", why, instead) from error
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
@@ -184,6 +202,11 @@ class HubWeights:
             fit = f"they do not fit its config (a {type(self.model).__name__})"
             why = f"{fit}: training would start from other weights than these without a word"
             instead = "the config.json that the weights were saved with, and all of the files"
+            settings = quantization_settings(self.model.config)
+            if unexpected and settings:
+                method = settings.get("quant_method") or settings.get("quant_algo")
+                why += f"; config.json says that they are quantized ({method}), in a way that is not read"
+                instead += f"; or {_PLAIN}"
             raise _refused(self.asked, "tensors " + "; tensors ".join(wrong), why, instead)
         floating = {name: found[name].dtype for name in shapes if state[name].is_floating_point()}
         other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]
@@ -209,7 +232,7 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     Raises UserError if there are none, they are pickled, or :class:`HubWeights` refuses them.
     """
     try:
-        folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=PATTERNS))
+        folder = Path(name if os.path.exists(name) else snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises many kinds
         raise _refused(
             name,
@@ -248,40 +271,54 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def _files(name: str, folder: Path) -> list[Path]:
-    """The weight files in ``folder``: the only one, or those of the index, as transformers chooses them."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
+    """The weight files in ``folder``: a GGUF file itself, or the only one, or those of the index.
+
+    As transformers does it takes safetensors files first. Raises UserError if there are none, or not all.
+    """
+    if folder.suffix == gguf_file.SUFFIX and folder.is_file():
+        return [folder]
     there = sorted(path.name for path in folder.iterdir())
-    if INDEX not in there:
-        pickled = [file for file in there if Path(file).suffix in PICKLES]
-        other = [file for file in there if file.endswith(".safetensors")]
-        found = f"neither {WEIGHTS} nor {INDEX} in {folder}"
-        why = "only the index says whether these are all of the files"
-        if pickled:
-            found += f", but pickled weights: {first_names(pickled)}"
-        if other:
-            found += f", but {first_names(other)}"
-        if pickled:
-            why = "a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
-        elif not other:
-            found += f", but {first_names(there)}"
-            why = "the weights are not there, or not in the hub's format"
-        instead = "the hub's safetensors revision; or, if you trust the files, convert them once: "
-        instead += f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER); or --from_scratch, which "
-        raise _refused(name, found, why, instead + "trains from random weights")
+    for single, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
+        if single in there:
+            return [folder / single]
+        if index in there:
+            return _indexed(name, folder, index)
+    alone = [file for file in there if is_state_dict(file)]
+    if len(alone) == 1:
+        return [folder / alone[0]]
+    other = [file for file in there if file.endswith((".safetensors", gguf_file.SUFFIX)) or file in alone]
+    found, why = f"neither {WEIGHTS} nor {INDEX} in {folder}", "only the index says whether these are all of the files"
+    found += f", but {first_names(other or there)}"
+    if not other:
+        why = "the weights are not there, or not in a format that is read"
+    instead = f"a folder with {WEIGHTS}, or with {INDEX} and the files that it names"
+    if any(file.endswith(gguf_file.SUFFIX) for file in there):
+        instead = f"--model {folder}/FILE.gguf, one of those files"
+    raise _refused(name, found, why, instead + "; or --from_scratch, which trains from random weights")
+
+
+def _indexed(name: str, folder: Path, index: str) -> list[Path]:
+    """The files that an index names; raises UserError if it can't be read, or one of them is absent."""
     try:
-        with _opened(folder / INDEX) as index:
-            names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))
+        with _opened(folder / index) as opened:
+            names = sorted(set(json.loads(opened.read(LARGEST))["weight_map"].values()))
         for file in names:
-            if not file.endswith(".safetensors") or not file.isprintable() or set(file) & set("/\\"):
-                raise ValueError(f"it names {file[:200]!r}, which is no safetensors file beside it")
+            good = file.endswith(".safetensors") if index == INDEX else is_state_dict(file)
+            if not good or not file.isprintable() or set(file) & set("/\\"):
+                raise ValueError(f"it names {file[:200]!r}, which is no file of weights beside it")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _unreadable(name, folder / INDEX, error) from error
+        raise _unreadable(name, folder / index, error) from error
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
-        found = f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
+        found = f"{index} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
         raise _refused(name, found, "the weights in them would be missing", f"all of the files in {folder}")
     return [folder / file for file in names]
+
+
+def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    _check_header(file)
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped, not read)
 
 
 def _opened(file: Path) -> IO[bytes]:
@@ -309,7 +346,12 @@ def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
     size = os.path.getsize(file) if file.exists() else 0
     found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
     why = "the file is truncated or corrupt, or a git-lfs pointer in the place of one"
-    return _refused(asked, found, why, f"download {file.name} again")
+    instead = f"download {file.name} again"
+    if is_state_dict(file.name):
+        why += "; or it holds more than tensors by name, and a pickle could run whatever code was put into it"
+        instead += ", or the repository's safetensors; or, if you trust the file, convert it once: "
+        instead += f"AutoModelForCausalLM.from_pretrained({asked!r}).save_pretrained(FOLDER)"
+    return _refused(asked, found, why, instead)
 
 
 def _refused(asked: str, found: str, why: str, instead: str) -> UserError:

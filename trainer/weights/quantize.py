@@ -29,14 +29,14 @@ from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
 from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
-from shardwright.weights.formats import fp8
+from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
 from shardwright.weights.formats.published import PackedWeight, quantization_settings
 from shardwright.weights.hub_read import HubWeights, first_names
 from shardwright.weights.lazy_tensors import Lazy
 
 SAME = "same"
-_BLOCK = 128
+_BLOCK, _GROUP = 128, 32
 _FEW, _FLAT = 64, 16  # a projection to few numbers, and how many times longer its other side is, stays as it is
 _PLAIN = "--format bf16"
 
@@ -62,12 +62,45 @@ def _fp8_settings(left_out: list[str]) -> dict[str, Any]:
     }
 
 
+def _mxfp4_settings(left_out: list[str]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+
+
+def _int4_settings(left_out: list[str]) -> dict[str, Any]:
+    """As Kimi-K2.5's, but for the names of what is left out."""
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": _GROUP,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": left_out,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
 def _in_equal_blocks(shape: Sequence[int]) -> bool:
     """Whether transformers dequantizes a weight rightly: it takes blocks for equally large (Fp8Dequantize, 5.23)."""
     return all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
 
 
-SCHEMES = {"fp8": Scheme(fp8.BLOCKS, _fp8_settings, is_read=_in_equal_blocks)}
+SCHEMES = {
+    "fp8": Scheme(fp8.BLOCKS, _fp8_settings, is_read=_in_equal_blocks),
+    "mxfp4": Scheme(mxfp4.GPT_OSS, _mxfp4_settings, fused=True),
+    "int4": Scheme(integers.PACKED, _int4_settings),
+}
 
 
 @dataclass
@@ -181,6 +214,7 @@ def quantize(
     """
     settings, untrained = quantization_settings(model.config), base.untrained if base is not None else {}
     packed = base.published.packed if base is not None else {}
+    packed = {name: weight for name, weight in packed.items() if weight.form.title}  # others are plain in all but name
     own = {name: weight.form for name, weight in packed.items() if name not in untrained}
     if absent := [name for name in own if name not in tensors]:
         why = "what is quantized there can't be found here"

@@ -125,5 +125,6 @@ def in_dtype(source: Source, dtype: torch.dtype | None, kept: Callable[[str], An
 
 
 def means_weights(model: str | None, from_scratch: bool) -> bool:
-    """Whether a run of ``model`` starts from its weights: of a hub id or a folder it does, of a config's file not."""
-    return bool(model) and not from_scratch and not os.path.isfile(model_path(str(model)))
+    """Whether a run of ``model`` starts from its weights: of a hub id, a folder or a GGUF file, and not of a config."""
+    path = model_path(str(model))
+    return bool(model) and not from_scratch and (path.endswith(".gguf") or not os.path.isfile(path))

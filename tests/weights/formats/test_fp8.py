@@ -117,7 +117,7 @@ def test_a_published_folder_is_read_by_the_shard_and_half_a_weight_reads_half_of
     settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": SETTINGS}
     config.quantization_config = settings["quantization_config"]
     weights, read = hub_read.open_hub_weights(str(tmp_path), meta_model(config)), []
-    assert weights.published.said == "FP8 in blocks (21 tensors), dequantized to bfloat16"
+    assert weights.said == "FP8 in blocks (21 tensors), dequantized to bfloat16"
     weights.watch = read.append
     name = "model.layers.1.mlp.down_proj.weight"
     expected = by_hand(tensors[name], tensors[name + "_scale_inv"])
