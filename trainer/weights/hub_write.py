@@ -19,13 +19,14 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
-from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+from transformers.core_model_loading import WeightRenaming, build_glob_alternation, revert_weight_conversion
 from transformers.trainer_utils import align_special_tokens
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import bytes_of, file_header
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import INDEX, WEIGHTS, HubWeights, parameter_names
 from shardwright.weights.lazy_tensors import Lazy
@@ -195,7 +196,19 @@ def hub_tensors(
     matrices = [each.dtype for each in cast.values() if len(each.shape) > 1] or [each.dtype for each in cast.values()]
     widest = max(matrices, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     tensors |= cast
-    return revert_weight_conversion(model, tensors) if form.key_format == "original" else tensors, widest
+    return _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors, widest
+
+
+def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
+    """``tensors`` under the names and in the shapes of the hub; experts that ``base`` holds in one tensor stay in it."""
+    fused, experts = {}, experts_modules(model)
+    for own, group in (base.groups if base is not None else {}).items():
+        if own.rpartition(".")[0] in experts and own in tensors and isinstance(group.transform, WeightRenaming):
+            fused[own] = group.members[0][1]
+    rest = revert_weight_conversion(model, {own: each for own, each in tensors.items() if own not in fused})
+    if fused and base is not None and rest.keys() <= base.tensors.keys():
+        return rest | {name: tensors[own] for own, name in fused.items()}
+    return revert_weight_conversion(model, tensors)
 
 
 def kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:

@@ -68,7 +68,7 @@ def _mxfp4_settings(left_out: list[str]) -> dict[str, Any]:
 
 def _int4_settings(left_out: list[str]) -> dict[str, Any]:
     """As Kimi-K2.5's, but for the names of what is left out."""
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,
@@ -101,6 +101,9 @@ SCHEMES = {
     "mxfp4": Scheme(mxfp4.GPT_OSS, _mxfp4_settings, fused=True),
     "int4": Scheme(integers.PACKED, _int4_settings),
 }
+
+
+_UNWRITTEN = f"it is read, and {', '.join(SCHEMES)} alone are written", f"--format fp8, int4; or {_PLAIN}"
 
 
 @dataclass
@@ -214,11 +217,12 @@ def quantize(
     """
     settings, untrained = quantization_settings(model.config), base.untrained if base is not None else {}
     packed = base.published.packed if base is not None else {}
-    packed = {name: weight for name, weight in packed.items() if weight.form.title}  # others are plain in all but name
     own = {name: weight.form for name, weight in packed.items() if name not in untrained}
     if absent := [name for name in own if name not in tensors]:
         why = "what is quantized there can't be found here"
         raise _refused(asked, f"a base that holds {len(absent)} weights under other names: {first_names(absent)}", why)
+    if asked == SAME and base is not None and (titles := base.formats.keys() - {w.form.title for w in packed.values()}):
+        raise _refused(asked, f"a base in {', '.join(sorted(titles))}", *_UNWRITTEN)
     if asked == SAME and not own:
         if settings and base is None:
             why = "its files say which weights are quantized, and how"
@@ -254,8 +258,7 @@ def _around(name: str) -> str:
 def _check_written(asked: str, own: Mapping[str, Format], base: HubWeights | None) -> None:
     """Raises UserError unless the base's formats can be written, and nothing in its files would be lost by it."""
     if unwritten := {form.title for form in own.values() if form.encode is None}:
-        titles, why = ", ".join(sorted(unwritten)), f"it is read, and {', '.join(SCHEMES)} alone are written"
-        raise _refused(asked, f"a base in {titles}", why, f"--format {' or '.join(SCHEMES)}; or {_PLAIN}")
+        raise _refused(asked, f"a base in {', '.join(sorted(unwritten))}", *_UNWRITTEN)
     if base is not None and (unread := base.published.unread):
         found = f"scales in the base that were measured on its activations: {first_names(unread)}"
         raise _refused(asked, found, "they are wrong for other weights", f"--format fp8; or {_PLAIN}")

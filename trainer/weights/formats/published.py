@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from shardwright.files.arrays import Array
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
-from shardwright.weights.formats.format import Format, Parts, Settings
+from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
 
 _LISTED = 4  # names in a message
 # the first that holds a weight's tensors is its format
