@@ -35,7 +35,7 @@ from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
 from shardwright.weights.formats.format import DEQUANTIZED
-from shardwright.weights.formats.published import Published, plain, quantization_settings
+from shardwright.weights.formats.published import FormatError, Published, plain, quantization_settings
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
 from shardwright.weights.torch_file import is_state_dict, open_torch
@@ -68,7 +68,9 @@ class HubWeights:
         self.asked, self.model = asked, model
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
-        self.published = self._dequantized({name: t for file in files for name, t in self._open(file).items()})
+        opened = {file: self._open(file) for file in files}
+        self.files = {name: file for file, tensors in opened.items() for name in tensors}
+        self.published = self._dequantized({name: t for tensors in opened.values() for name, t in tensors.items()})
         self.tensors = self.published.tensors
         self.formats.update(weight.form.title for weight in self.published.packed.values())
         self.groups = self._match()
@@ -128,10 +130,11 @@ class HubWeights:
         settings = quantization_settings(self.model.config)
         try:
             return plain(tensors, settings)
-        except ValueError as error:
+        except FormatError as error:
+            files = first_names({self.files[tensor].name for tensor in error.tensors if tensor in self.files})
             why = "quantized weights are read with the tensors that say what their codes stand for"
-            instead = "all of the files, as they were published; or the checkpoint in bfloat16 or float32"
-            raise _refused(self.asked, str(error), why, instead) from error
+            instead = f"all of the files, as they were published; or {_PLAIN}"
+            raise _refused(self.asked, f"{error} (in {files})", why, instead) from error
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
@@ -198,6 +201,11 @@ class HubWeights:
             fit = f"they do not fit its config (a {type(self.model).__name__})"
             why = f"{fit}: training would start from other weights than these without a word"
             instead = "the config.json that the weights were saved with, and all of the files"
+            settings = quantization_settings(self.model.config)
+            if unexpected and settings:
+                method = settings.get("quant_method") or settings.get("quant_algo")
+                why += f"; config.json says that they are quantized ({method}), in a way that is not read"
+                instead += f"; or {_PLAIN}"
             raise _refused(self.asked, "tensors " + "; tensors ".join(wrong), why, instead)
         floating = {name: found[name].dtype for name in shapes if state[name].is_floating_point()}
         other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]

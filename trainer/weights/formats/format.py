@@ -1,42 +1,137 @@
-"""A published format: which tensors of a file hold one weight together, and which values they stand for."""
+"""A published format: which tensors of a file hold one weight together, and which values they stand for.
 
-from collections.abc import Callable, Mapping
+The rest are the pieces that formats are made of: arrays of codes unpacked, of numbers, of codes times scales.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices, whole
 
 DEQUANTIZED = torch.bfloat16  # the dtype of what is read
+_PIECE = 1 << 22  # elements that are dequantized at a time, so that a read takes little more than its result
 
 # end of a tensor's name -> the tensor
 Parts = Mapping[str, Array]
 # values of a config.json's quantization_config
 Settings = Mapping[str, Any]
+# (a weight's values, settings, the tensors that hold it in the base, or none) -> end of the name -> tensor, codes first
+Encode = Callable[[torch.Tensor, Settings, Parts], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Format:
     """A way to store a weight ``STEM + plain`` as tensors ``STEM + tail``.
 
-    ``decode`` maps them to an array of the weight, of which reading a slice reads only that slice's blocks; nothing is
-    read before. It raises ValueError, with the reason, for parts that do not go together. ``holds`` tells parts of
-    this format from those of another with the same names.
+    ``decode`` maps them to an array of the weight, of which reading a slice reads only that slice's blocks; before, it
+    reads no more than the parts that say a shape or an order. It raises ValueError, with the reason, for parts that do
+    not go together. ``holds`` tells parts of this format from those of another with the same names. ``encode``
+    makes such tensors (formats/encode.py).
     """
 
     title: str  # as a run's first lines name it
-    main: str  # the end of the name of the codes
+    main: str  # the end of a name by which the format is known; for most, that of the codes
     scales: tuple[str, ...]  # ends of the other names that a weight needs
     holds: Callable[[Parts], bool]
     decode: Callable[[Parts, Settings], Array]
     plain: str = ".weight"
-    unread: tuple[str, ...] = ()  # ends of names that may be there, and of which the values do not depend
+    optional: tuple[str, ...] = ()  # ends of names that a weight may have beside
+    unread: tuple[str, ...] = ()  # ends of names that may be there, and on which the values do not depend
+    encode: Encode | None = None  # None: it is read, and not written
 
 
 def shape_error(name: str, array: Array, wanted: str) -> ValueError:
     """An error for a part of another shape than ``wanted``, in words."""
     return ValueError(f"{name} has shape {list(array.shape)}, where {wanted} is needed")
+
+
+# ---- arrays made of arrays ----
+
+
+def mapped(array: Array, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> LazyArray:
+    """``function`` of each element of ``array``, as ``dtype``."""
+    return LazyArray(tuple(array.shape), dtype, lambda where: function(array[where]).to(dtype))
+
+
+def transposed(array: Array) -> LazyArray:
+    """``array`` [.., m, n] as [.., n, m]."""
+    *front, rows, columns = array.shape
+
+    def read(where: Slices) -> torch.Tensor:
+        return array[(*where[:-2], where[-1], where[-2])].transpose(-1, -2)
+
+    return LazyArray((*front, columns, rows), array.dtype, read)
+
+
+def picked(array: Array, index: torch.Tensor, dim: int) -> LazyArray:
+    """The rows ``index`` of dimension ``dim`` of ``array``, in that order; reads those from the least to the greatest.
+
+    Raises ValueError if there is no such row.
+    """
+    shape = list(array.shape)
+    if len(index) and not (int(index.min()) >= 0 and int(index.max()) < shape[dim]):
+        raise ValueError(f"groups {int(index.min())} to {int(index.max())} are named, where there are {shape[dim]}")
+    shape[dim] = len(index)
+    dim %= len(shape)
+
+    def read(where: Slices) -> torch.Tensor:
+        wanted = index[where[dim]].long()
+        first, last = (int(wanted.min()), int(wanted.max()) + 1) if len(wanted) else (0, 0)
+        rows = array[(*where[:dim], slice(first, last), *where[dim + 1 :])]
+        return rows.index_select(dim, wanted - first)
+
+    return LazyArray(tuple(shape), array.dtype, read)
+
+
+def powers_of_two(exponents: Array) -> Array:
+    """E8M0 numbers as float32, 2^(byte - 127), under both of their dtypes; arrays of other dtypes as they are."""
+    if exponents.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return exponents
+    return mapped(exponents, lambda bytes_: bytes_.view(torch.float8_e8m0fnu).to(torch.float32), torch.float32)
+
+
+def unpacked(
+    words: Array, bits: int, dim: int, size: int | None = None, order: Sequence[int] | None = None
+) -> LazyArray:
+    """Unsigned codes of ``bits`` bits [.., size, ..], as uint8, packed along dimension ``dim`` of ``words``.
+
+    The first lies in the lowest bits, and a code may go over a word's end. ``order``: the places in a word of its
+    codes, if another. ``size`` drops codes at the end.
+    """
+    dim %= len(words.shape)
+    width = words.dtype.itemsize * 8
+    together = math.lcm(width, bits)  # the bits after which a word and a code end together
+    held = words.shape[dim] * width // bits
+    shape = (*words.shape[:dim], held if size is None else size, *words.shape[dim + 1 :])
+
+    def read(where: Slices) -> torch.Tensor:
+        part, codes_in, words_in = where[dim], together // bits, together // width
+        first, last = part.start // codes_in, -(-part.stop // codes_in)
+        read_words = words[(*where[:dim], slice(first * words_in, last * words_in), *where[dim + 1 :])]
+        codes = _codes(read_words.movedim(dim, -1).clone(memory_format=torch.contiguous_format), bits)
+        if order is not None:
+            codes = codes.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
+        return codes.narrow(-1, part.start - first * codes_in, part.stop - part.start).movedim(-1, dim)
+
+    return LazyArray(shape, torch.uint8, read)
+
+
+def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """All codes in ``words`` [.., n], as bytes."""
+    in_bytes = words.view(torch.uint8)  # safetensors, and all machines that this runs on, are little-endian
+    if bits == 8:
+        return in_bytes
+    if 8 % bits == 0:
+        return ((in_bytes.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8)) & (2**bits - 1)).flatten(-2)
+    in_bits = _codes(words, 1).unflatten(-1, (-1, bits))
+    return (in_bits << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+# ---- codes times scales ----
 
 
 def blocks_of(part: slice, block: int) -> slice:
@@ -53,12 +148,92 @@ def spread(scales: torch.Tensor, where: Slices, blocks: tuple[int, ...]) -> torc
     return scales
 
 
-def scaled(codes: Array, scales: Array, blocks: tuple[int, ...]) -> LazyArray:
-    """``codes`` times their block's scale, in float32 rounded once; a dimension's block may be cut off at its end."""
+def scaled(codes: Array, scales: Array, blocks: tuple[int, ...], zeros: Array | int = 0) -> LazyArray:
+    """(``codes`` - ``zeros``) × ``scales`` in float32, rounded once; a dimension's block may be cut off at its end.
+
+    ``zeros``: one number, or one for each scale.
+    """
 
     def read(where: Slices) -> torch.Tensor:
         inside = tuple(blocks_of(part, block) for part, block in zip(where, blocks, strict=True))
-        factors = spread(scales[inside].to(torch.float32), where, blocks)
-        return (codes[where].to(torch.float32) * factors).to(DEQUANTIZED)
+        values = codes[where].to(torch.float32)
+        if not isinstance(zeros, int):
+            values = values - spread(zeros[inside].to(torch.float32), where, blocks)
+        elif zeros:
+            values = values - zeros
+        return values * spread(scales[inside].to(torch.float32), where, blocks)
 
-    return LazyArray(tuple(codes.shape), DEQUANTIZED, read)
+    return dequantized(codes.shape, read)
+
+
+def dequantized(shape: Sequence[int], read: Callable[[Slices], torch.Tensor]) -> LazyArray:
+    """An array of the values that ``read`` computes, piece by piece."""
+
+    def in_pieces(where: Slices) -> torch.Tensor:
+        out = torch.empty([part.stop - part.start for part in where], dtype=DEQUANTIZED)
+        for piece in _pieces(where) if out.numel() else ():
+            place = (slice(p.start - w.start, p.stop - w.start) for p, w in zip(piece, where, strict=True))
+            out[tuple(place)] = read(piece)
+        return out
+
+    return LazyArray(tuple(shape), DEQUANTIZED, in_pieces)
+
+
+def _pieces(where: Slices) -> Iterator[Slices]:
+    """``where`` in parts of few elements, or of one row of the last dimension."""
+    if not where:
+        yield where
+        return
+    first, *rest = where
+    row = math.prod(part.stop - part.start for part in rest)
+    if len(where) == 1 or row <= _PIECE:
+        step = max(1, _PIECE // max(1, row))
+        for start in range(first.start, first.stop, step):
+            yield (slice(start, min(start + step, first.stop)), *rest)
+        return
+    for index in range(first.start, first.stop):
+        for piece in _pieces(tuple(rest)):
+            yield (slice(index, index + 1), *piece)
+
+
+# ---- which element has which scale ----
+
+
+def block_shape(scales: Array, shape: Sequence[int], stated: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """The elements [one for each dimension of ``shape``] that share one of ``scales``; None if these do not fit.
+
+    The first of the ``stated`` blocks (of the last dimensions) that fits; else all of a dimension, or one each.
+    """
+    for block in stated:
+        full = (*[1] * (len(shape) - len(block)), *block)[-len(shape) :]
+        if tuple(scales.shape) == tuple(-(-size // part) for size, part in zip(shape, full, strict=True)):
+            return full
+    pairs = list(zip(scales.shape, shape, strict=True))
+    if any(count not in (1, size) for count, size in pairs):
+        return None
+    return tuple(size if count == 1 else 1 for count, size in pairs)
+
+
+def like(scales: Array, dimensions: int) -> Array:
+    """``scales`` with as many dimensions as the codes have; those that have fewer are small, and read whole."""
+    lacking = dimensions - len(scales.shape)
+    if lacking == 0:
+        return scales
+    if lacking < 0:
+        raise shape_error("its scale", scales, f"at most {dimensions} dimensions")
+    shape = (*scales.shape, *[1] * lacking) if math.prod(scales.shape) > 1 else (1,) * dimensions
+    return LazyArray(shape, scales.dtype, lambda where: whole(scales).reshape(shape)[where])
+
+
+def group_sizes(settings: Settings) -> list[int]:
+    """The sizes of groups of columns that the config states, of which there may be one for each kind of layer."""
+    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    stated = [*(part.get("group_size") for part in weights), settings.get("group_size")]
+    return [size for size in dict.fromkeys(stated) if size and size > 0]
+
+
+def block_sizes(settings: Settings) -> list[tuple[int, ...]]:
+    """The blocks of rows and columns that the config states."""
+    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    stated = [settings.get("weight_block_size"), *(part.get("block_structure") for part in weights)]
+    return [tuple(int(size) for size in block) for block in stated if block]

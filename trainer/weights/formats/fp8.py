@@ -5,79 +5,64 @@ kernel.py, `weight_dequant`); despite the name a weight is its code times this s
 `weight_scale` of compressed-tensors, ModelOpt and FBGEMM. Activations' scales serve inference alone.
 """
 
-import math
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from shardwright.files.arrays import Array, LazyArray, Slices, whole
-from shardwright.weights.formats.format import Format, Settings, scaled, shape_error
+from shardwright.files.arrays import Array
+from shardwright.weights.formats.encode import fp8_blocks
+from shardwright.weights.formats.format import (
+    Encode,
+    Format,
+    Parts,
+    Settings,
+    block_shape,
+    block_sizes,
+    group_sizes,
+    like,
+    powers_of_two,
+    scaled,
+    shape_error,
+)
 
-_CODES = {torch.float8_e4m3fn, torch.float8_e5m2}
-_UNREAD = tuple(f".{name}" for name in ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale"))
+CODES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _BLOCK = (128, 128)  # of all who publish blocks; a config may say another
-
-
-def numbers(scales: Array) -> Array:
-    """``scales`` as numbers: a byte is the exponent of a power of two (E8M0), under both of its dtypes."""
-    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        return scales
-
-    def read(where: Slices) -> torch.Tensor:
-        return (scales[where].view(torch.uint8).to(torch.float32) - 127).exp2()
-
-    return LazyArray(tuple(scales.shape), torch.float32, read)
-
-
-def _block_size(settings: Settings) -> tuple[Sequence[int], bool]:
-    """Rows and columns of a block, and whether the config says that all weights have such blocks."""
-    if settings.get("weight_block_size"):
-        return tuple(settings["weight_block_size"]), True
-    groups = (group.get("weights") or {} for group in (settings.get("config_groups") or {}).values())
-    stated = [group["block_structure"] for group in groups if group.get("block_structure")]
-    return (tuple(stated[0]) if stated and len(stated[0]) == 2 else _BLOCK), False
-
-
-def _like(scales: Array, codes: Array) -> Array:
-    """``scales`` with a dimension for each of ``codes``; one that has fewer is small, and read whole."""
-    lacking = len(codes.shape) - len(scales.shape)
-    if lacking == 0:
-        return scales
-    if lacking < 0:
-        raise shape_error("its scale", scales, f"at most {len(codes.shape)} dimensions")
-    shape = (*scales.shape, *[1] * lacking) if math.prod(scales.shape) > 1 else (1,) * len(codes.shape)
-    return LazyArray(shape, scales.dtype, lambda where: whole(scales).reshape(shape)[where])
+_MX = 32  # the columns that share a scale which is a power of two (OCP's microscaling formats)
 
 
 def _decode(codes: Array, scales: Array, settings: Settings) -> Array:
-    scales = _like(numbers(scales), codes)
-    (rows, columns), always = _block_size(settings)
-    stated = (*[1] * (len(codes.shape) - 2), rows, columns)[-len(codes.shape) :]
-    in_blocks = tuple(-(-size // block) for size, block in zip(codes.shape, stated, strict=True))
-    if tuple(scales.shape) == in_blocks:
-        return scaled(codes, scales, stated)
-    pairs = list(zip(scales.shape, codes.shape, strict=True))
-    if always or any(count not in (1, size) for count, size in pairs):
-        wanted = f"{list(in_blocks)}, for {list(codes.shape)} in blocks of {list(stated)}"
+    stated = [block for block in block_sizes(settings) if len(block) == 2] or [_BLOCK]
+    groups = [(size,) for size in (*group_sizes(settings), _MX)]
+    scales = like(powers_of_two(scales), len(codes.shape))
+    blocks = block_shape(scales, codes.shape, [*stated, *groups])
+    # where the config says that all weights have blocks, one scale for all or for a row is a scale cut off
+    if blocks is None or (settings.get("weight_block_size") and blocks[-2:] not in [b[-len(blocks) :] for b in stated]):
+        grid = [-(-size // part) for size, part in zip(codes.shape[-2:], stated[0][-len(codes.shape) :], strict=True)]
+        wanted = f"{[*codes.shape[:-2], *grid]}, for {list(codes.shape)} in blocks of {list(stated[0])}"
         raise shape_error("its scale", scales, wanted)
-    return scaled(codes, scales, tuple(size if count == 1 else 1 for count, size in pairs))
+    return scaled(codes, scales, blocks)
 
 
-def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight") -> Format:
+def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight", encode: Encode | None = None) -> Format:
+    def holds(parts: Parts) -> bool:
+        number = parts[scale].dtype.is_floating_point or parts[scale].dtype == torch.uint8
+        return parts[main].dtype in CODES and number
+
     return Format(
         title=title,
         main=main,
         scales=(scale,),
-        holds=lambda parts: parts[main].dtype in _CODES,
+        holds=holds,
         decode=lambda parts, settings: _decode(parts[main], parts[scale], settings),
         plain=plain,
-        unread=_UNREAD,
+        unread=(".activation_scale", ".input_scale_ub"),
+        encode=encode,
     )
 
 
-BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks")
+BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks", encode=partial(fp8_blocks, ".weight_scale_inv"))
 ROWS = _fp8(".weight_scale", "FP8")
-SCALE = _fp8(".scale", "FP8 in blocks")  # DeepSeek-V4's name of the same
+SCALE = _fp8(".scale", "FP8 in blocks", encode=partial(fp8_blocks, ".scale"))  # DeepSeek-V4's name of the same
 FUSED = [
     _fp8(f"{name}_scale_inv", "FP8 in blocks", name, name) for name in (".gate_up_proj", ".down_proj")
 ]  # transformers' own saves of fused experts

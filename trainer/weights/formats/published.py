@@ -5,20 +5,43 @@ quantization_config tells what they can't: the size of a block, the order of pac
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
 
 from shardwright.files.arrays import Array
-from shardwright.weights.formats import fp8
-from shardwright.weights.formats.format import Format, Parts, Settings
+from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
+from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
 
-_CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 _LISTED = 4  # names in a message
 # the first that holds a weight's tensors is its format
-FORMATS: tuple[Format, ...] = (fp8.BLOCKS, fp8.ROWS, fp8.SCALE, *fp8.FUSED)
+FORMATS: tuple[Format, ...] = (
+    *(fp8.BLOCKS, fp8.ROWS, fp8.SCALE, *fp8.FUSED),
+    *(nvfp4.MODELOPT, nvfp4.PACKED),
+    *(mxfp4.GPT_OSS, mxfp4.GPT_OSS_SAVED, mxfp4.PACKED, mxfp4.MODELOPT, *mxfp4.DEEPSEEK),
+    *(integers.PACKED, bitsandbytes.INT8, integers.PLAIN),
+    *(gptq.GPTQ, gptq.AWQ, *bitsandbytes.FOUR_BITS),
+)
+# scales of activations and of an inference engine's cache, on whatever module they lie
+_SERVING = tuple(
+    f"{of}_{kind}"
+    for of in (".input", ".output", ".activation", ".q", ".k", ".v", ".kv", ".prob")
+    for kind in ("scale", "zero_point", "global_scale")
+)
+# dtypes that no plain weight has
+_FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
+_BYTES = {torch.uint8, torch.int8}
+_WORDS = {torch.int16, torch.int32}
+
+
+class FormatError(ValueError):
+    """Tensors that do not go together, by their names in the files."""
+
+    def __init__(self, text: str, tensors: Sequence[str]) -> None:
+        super().__init__(text)
+        self.tensors = tensors
 
 
 @dataclass(frozen=True)
@@ -51,23 +74,27 @@ class Published:
 def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
     """``tensors`` by the files' names, dequantized; ``settings``: the config's quantization_config.
 
-    Raises ValueError, which names the tensors, where the parts of a weight are missing or do not go together.
+    Raises FormatError where the parts of a weight are missing or do not go together.
     """
+    settings = settings or {}
     found = _packed(tensors)
     used = {weight.stem + tail for weight in found.values() for tail in weight.parts}
-    unread = {
-        weight.stem + tail for weight in found.values() for tail in weight.form.unread if weight.stem + tail in tensors
-    }
+    unread = {weight.stem + tail for weight in found.values() for tail in weight.form.unread} & tensors.keys()
+    if found or settings:
+        unread |= {name for name in tensors if name.endswith(_SERVING)}
     _check_left(tensors, used | unread)
+    _check_transforms(settings, sorted(used))
     values = {name: array for name, array in tensors.items() if name not in used | unread}
     for name, weight in found.items():
+        parts = [weight.stem + tail for tail in weight.parts]
         if name in values:
-            raise ValueError(f"{name} is there twice: plain, and in {weight.form.title}")
+            raise FormatError(f"{name} is there twice: plain, and in {weight.form.title}", [name, *parts])
         try:
-            values[name] = weight.form.decode(weight.parts, settings or {})
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # settings are the user's too
-            raise ValueError(f"{name} in {weight.form.title}: {error}") from error
-    return Published(values, found, frozenset(unread))
+            values[name] = weight.form.decode(weight.parts, settings)
+        except Exception as error:  # settings and parts are the user's: of any shape, kind and value
+            text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            raise FormatError(f"{name} in {weight.form.title}: {text}", parts) from error
+    return Published(values, {name: weight for name, weight in found.items() if weight.form.title}, frozenset(unread))
 
 
 def quantization_settings(config: PretrainedConfig) -> Settings:
@@ -77,6 +104,14 @@ def quantization_settings(config: PretrainedConfig) -> Settings:
         if settings:
             return settings if isinstance(settings, Mapping) else dict(settings.to_dict())
     return {}
+
+
+def base_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The dtype of the weights that a model of ``config`` is published with, once dequantized; None: it says none."""
+    if quantization_settings(config):
+        return DEQUANTIZED
+    stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return getattr(torch, stated) if isinstance(stated, str) else stated
 
 
 def _packed(tensors: Mapping[str, Array]) -> dict[str, PackedWeight]:
@@ -91,15 +126,46 @@ def _packed(tensors: Mapping[str, Array]) -> dict[str, PackedWeight]:
             if stem == name:
                 continue
             for form in forms:
-                parts = {tail: tensors[stem + tail] for tail in (main, *form.scales) if stem + tail in tensors}
-                if len(parts) == 1 + len(form.scales) and form.holds(parts):
+                needed = (main, *form.scales)
+                parts = {tail: tensors[stem + tail] for tail in (*needed, *form.optional) if stem + tail in tensors}
+                if parts.keys() >= set(needed) and form.holds(parts):
                     found.setdefault(stem + form.plain, PackedWeight(form, stem, parts))
                     break
     return found
 
 
-def _check_left(tensors: Mapping[str, Array], used: set[str]) -> None:
-    """Raises ValueError for codes without a scale: as plain numbers they would be other weights."""
-    left = [name for name, array in tensors.items() if name not in used and array.dtype in _CODES]
-    if left:
-        raise ValueError(f"{len(left)} tensors of codes without their scales: {', '.join(left[:_LISTED])}")
+def _check_left(tensors: Mapping[str, Array], used: Collection[str]) -> None:
+    """Raises FormatError for codes without all of their scales: as plain numbers they would be other weights."""
+    mains = tuple({form.main for form in FORMATS})
+    words = tuple({form.main for form in FORMATS} - {".weight"})  # a weight in int32 is none, and refused as such
+
+    def coded(name: str, dtype: torch.dtype) -> bool:
+        return dtype in _FP8 or (dtype in _BYTES and name.endswith(mains)) or (dtype in _WORDS and name.endswith(words))
+
+    left = [name for name, array in tensors.items() if name not in used and coded(name, array.dtype)]
+    if not left:
+        return
+    first = left[0]
+    main = next((main for main in mains if first.endswith(main)), "")
+    stem = first.removesuffix(main)
+    beside = [f"{name} in {_dtype(tensors[name])}" for name in tensors if name.startswith(stem) and name != first]
+    there = f"{first} in {_dtype(tensors[first])} has beside it " + (", ".join(beside[:_LISTED]) or "nothing")
+    names = ", ".join(left[:_LISTED]) + (" and others" if len(left) > _LISTED else "")
+    raise FormatError(f"{len(left)} tensors of codes without their scales: {names}; {there}", left)
+
+
+def _check_transforms(settings: Settings, tensors: Sequence[str]) -> None:
+    """Raises FormatError where the weights are rotated, and only an engine that rotates activations too can use them.
+
+    Rotations of weights alone (compressed-tensors' `weight_input` and `weight_output`) undo each other.
+    """
+    schemes = (settings.get("transform_config") or {}).get("config_groups") or {}
+    places = {part.get("location") for scheme in schemes.values() for part in scheme.get("apply") or ()}
+    online = sorted(str(place) for place in places - {"weight_input", "weight_output"})
+    if tensors and online:
+        text = f"transform_config says that activations are rotated as the model runs, at {', '.join(online)}"
+        raise FormatError(text, tensors[:1])
+
+
+def _dtype(array: Array) -> str:
+    return str(array.dtype).removeprefix("torch.")

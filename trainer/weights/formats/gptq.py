@@ -1,0 +1,100 @@
+"""GPTQ and AWQ: codes of few bits packed in int32 words, with a scale and a zero for a group of inputs and an output.
+
+A weight is (code - zero) × scale, stored transposed, [in, out]. GPTQ (https://arxiv.org/abs/2210.17323, in the layout
+of AutoGPTQ) packs the codes along the inputs, names each input's group (`g_idx`), and stores a zero less one, except in
+its second format. AWQ (https://arxiv.org/abs/2306.00978, GEMM layout) packs them along the outputs, in an order of its
+own, in groups of neighbours.
+"""
+
+import torch
+
+from shardwright.files.arrays import Array, whole
+from shardwright.weights.formats.format import (
+    Format,
+    Parts,
+    Settings,
+    mapped,
+    picked,
+    scaled,
+    shape_error,
+    transposed,
+    unpacked,
+)
+
+_WORD = 32  # bits
+_BITS = (2, 3, 4, 8)
+_AWQ_BITS = 4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of its eight codes: those of 0 2 4 6 1 3 5 7
+# the config's name of a layout of GPTQ -> what is added to a stored zero
+_ADDED = {"gptq": 1, "gptq_v2": 0, "auto_round:auto_gptq": 1}
+_PARTS = (".qzeros", ".scales")
+
+
+def _is_awq(parts: Parts) -> bool:
+    """Whether the words lie along the outputs."""
+    return parts[".qweight"].shape[-1] * (_WORD // _AWQ_BITS) == parts[".scales"].shape[-1]
+
+
+def _holds(parts: Parts) -> bool:
+    whole_numbers = parts[".qweight"].dtype == parts[".qzeros"].dtype == torch.int32
+    return whole_numbers and parts[".scales"].dtype.is_floating_point and len(parts[".qweight"].shape) == 2
+
+
+def _check(parts: Parts, bits: int) -> None:
+    groups, outputs = parts[".scales"].shape
+    if tuple(parts[".qzeros"].shape) != (groups, outputs * bits // _WORD):
+        wanted = f"[{groups}, {outputs * bits // _WORD}], for scales [{groups}, {outputs}] and {bits} bits,"
+        raise shape_error("qzeros", parts[".qzeros"], wanted)
+
+
+def _in_groups(codes: Array, parts: Parts, zeros: Array, index: torch.Tensor | None, stated: int | None) -> Array:
+    """The weight [out, in] of ``codes`` [in, out]; ``index``: the group of each input."""
+    (inputs, outputs), (groups, scaled_outputs) = codes.shape, parts[".scales"].shape
+    size = stated if stated and stated > 0 else -(-inputs // groups)
+    if outputs != scaled_outputs or (index is None and groups != -(-inputs // size)):
+        wanted = f"[{-(-inputs // size)}, {outputs}], one for each {size} of {inputs} inputs,"
+        raise shape_error("scales", parts[".scales"], wanted)
+    if index is None:
+        return transposed(scaled(codes, parts[".scales"], (size, 1), zeros))
+    return transposed(scaled(codes, picked(parts[".scales"], index, 0), (1, 1), picked(zeros, index, 0)))
+
+
+def _gptq(parts: Parts, settings: Settings) -> Array:
+    layout = settings.get("checkpoint_format") or settings.get("packing_format") or "gptq"
+    if layout not in _ADDED:
+        raise ValueError(f"its layout is {layout!r}, where {', '.join(_ADDED)} are read")
+    codes, zeros, outputs = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape[-1]
+    bits = zeros.shape[-1] * _WORD // max(1, outputs)
+    if bits not in _BITS:
+        raise shape_error("qzeros", zeros, f"that of {outputs} outputs in codes of {', '.join(map(str, _BITS))} bits")
+    _check(parts, bits)
+    index = whole(parts[".g_idx"]) if ".g_idx" in parts else None
+    inputs = codes.shape[0] * _WORD // bits
+    if index is not None and tuple(index.shape) != (inputs,):
+        raise shape_error("g_idx", parts[".g_idx"], f"[{inputs}], for qweight {list(codes.shape)} and {bits} bits,")
+    added = _ADDED[layout]
+    zeros = mapped(unpacked(zeros, bits, 1), lambda stored: stored.to(torch.int16) + added, torch.int16)
+    return _in_groups(unpacked(codes, bits, 0), parts, zeros, index, settings.get("group_size"))
+
+
+def _awq(parts: Parts, settings: Settings) -> Array:
+    _check(parts, _AWQ_BITS)
+    codes, zeros = (unpacked(parts[tail], _AWQ_BITS, 1, order=_AWQ_ORDER) for tail in (".qweight", ".qzeros"))
+    return _in_groups(codes, parts, zeros, None, settings.get("group_size"))
+
+
+GPTQ = Format(
+    title="GPTQ",
+    main=".qweight",
+    scales=_PARTS,
+    holds=lambda parts: _holds(parts) and not _is_awq(parts),
+    decode=_gptq,
+    optional=(".g_idx",),
+)
+AWQ = Format(
+    title="AWQ",
+    main=".qweight",
+    scales=_PARTS,
+    holds=lambda parts: _holds(parts) and _is_awq(parts),
+    decode=_awq,
+)

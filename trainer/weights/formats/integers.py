@@ -1,0 +1,84 @@
+"""INT4 and INT8 of compressed-tensors: whole numbers, with one scale for all, for each row or for a group of columns.
+
+https://github.com/vllm-project/compressed-tensors, pack_quantized and naive_quantized: a code less its zero, times its
+scale. `weight_packed` holds codes of 4 or 8 bits in int32 words along a row, and zeros along a column, both plus half
+of their range; `weight` in int8 has them one by one.
+"""
+
+import torch
+
+from shardwright.files.arrays import Array, whole
+from shardwright.weights.formats.encode import int4_packed
+from shardwright.weights.formats.format import (
+    Format,
+    Parts,
+    Settings,
+    block_shape,
+    group_sizes,
+    like,
+    picked,
+    scaled,
+    shape_error,
+    unpacked,
+)
+
+_WORD = 32  # bits
+_BITS = (4, 8)
+
+
+def _values(codes: Array, parts: Parts, zeros: Array | int, settings: Settings) -> Array:
+    scales = like(parts[".weight_scale"], len(codes.shape))
+    size, groups = codes.shape[-1], scales.shape[-1]
+    stated = group_sizes(settings) or [-(-size // groups)]
+    if not isinstance(zeros, int):
+        zeros = like(zeros, len(codes.shape))
+        if tuple(zeros.shape) != tuple(scales.shape):
+            raise shape_error("its zeros", zeros, f"{list(scales.shape)}, one for each scale,")
+    if ".weight_g_idx" in parts and groups > 1:
+        index = whole(parts[".weight_g_idx"])
+        if tuple(index.shape) != (size,):
+            raise shape_error("weight_g_idx", parts[".weight_g_idx"], f"[{size}]")
+        if not bool((index == -1).any()):  # else the columns are in their own order
+            scales = picked(scales, index, -1)
+            zeros = zeros if isinstance(zeros, int) else picked(zeros, index, -1)
+    blocks = block_shape(scales, codes.shape, [(group,) for group in stated])
+    if blocks is None:
+        raise shape_error("its scale", scales, f"one for each {stated[0]} of {list(codes.shape)}")
+    return scaled(codes, scales, blocks, zeros)
+
+
+def _decode_packed(parts: Parts, settings: Settings) -> Array:
+    packed, shape = parts[".weight_packed"], tuple(whole(parts[".weight_shape"]).tolist())
+    bits = [n for n in _BITS if tuple(packed.shape) == (*shape[:-1], -(-shape[-1] * n // _WORD))]
+    if not bits:
+        raise shape_error("weight_packed", packed, f"that of {list(shape)} in codes of {_BITS[0]} or {_BITS[1]} bits")
+    codes, zeros = unpacked(packed, bits[0], -1, shape[-1]), 2 ** (bits[0] - 1)
+    if ".weight_zero_point" not in parts:
+        return _values(codes, parts, zeros, settings)
+    held = parts[".weight_zero_point"]
+    if held.shape[-2] != -(-shape[-2] * bits[0] // _WORD):
+        raise shape_error("weight_zero_point", held, f"that of {shape[-2]} rows in codes of {bits[0]} bits")
+    return _values(codes, parts, unpacked(held, bits[0], -2, shape[-2]), settings)
+
+
+def _holds(codes: str, dtype: torch.dtype) -> Format:
+    packed = codes == ".weight_packed"
+    return Format(
+        title="INT4 or INT8, packed" if packed else "INT8",
+        main=codes,
+        scales=(".weight_scale", ".weight_shape") if packed else (".weight_scale",),
+        holds=lambda parts: (
+            parts[codes].dtype == dtype
+            and parts[".weight_scale"].dtype.is_floating_point
+            and parts[".weight_scale"].dtype.itemsize > 1
+        ),
+        decode=_decode_packed
+        if packed
+        else lambda parts, settings: _values(parts[codes], parts, parts.get(".weight_zero_point", 0), settings),
+        optional=(".weight_zero_point", ".weight_g_idx"),
+        encode=int4_packed if packed else None,
+    )
+
+
+PACKED = _holds(".weight_packed", torch.int32)
+PLAIN = _holds(".weight", torch.int8)
