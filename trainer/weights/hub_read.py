@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
-from huggingface_hub import snapshot_download
 from rich.console import Console
 from safetensors import safe_open
 from torch import nn
@@ -33,14 +32,12 @@ from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
+from shardwright.weights.hub_files import INDEX, LARGEST, WEIGHTS, fetched, indexed_files
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
+from shardwright.weights.wrapper_prefixes import without_prefixes
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# files to fetch: some repositories hold the weights a second time, in another format
-PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
 _PLAIN = "the checkpoint in bfloat16 or float32"
 _FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
@@ -64,7 +61,8 @@ class HubWeights:
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model = asked, model
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
-        self.tensors = {name: tensor for file in files for name, tensor in self._open(file).items()}
+        stored = {name: tensor for file in files for name, tensor in self._open(file).items()}
+        self.tensors, self.prefixes = self._without_prefixes(stored)
         self.groups = self._match()
         self.untrained = self._set_aside()  # by the files' names: what they hold, and the model goes without
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
@@ -105,6 +103,14 @@ class HubWeights:
             return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
         except Exception as error:  # safetensors', and torch's for shapes that it can't hold
             raise _unreadable(self.asked, file, error) from error
+
+    def _without_prefixes(self, stored: Mapping[str, LazyArray]) -> tuple[dict[str, LazyArray], list[str]]:
+        """The tensors without what wrappers of the model put before their names, and those prefixes."""
+        try:
+            return without_prefixes(stored, self.model)
+        except ValueError as error:
+            why = "a wrapper of the model (torch.compile, PEFT, …) seems to have put it before some of the names"
+            raise _refused(self.asked, str(error), why, "files that hold each weight once") from error
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
@@ -190,31 +196,26 @@ class HubWeights:
                     raise _refused(self.asked, f"{held[0]} and {twin} differ in its files", why, instead)
 
 
-def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
-    """Opens the weights of ``model`` (on meta) in the folder ``name``, or fetches those of that hub id.
+def open_hub_weights(name: str, model: PreTrainedModel, console: Console | None = None) -> HubWeights:
+    """Opens the weights of ``model`` (on meta) in the folder ``name``, or of that hub id (``id@revision``), fetched.
 
     Raises UserError if there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
     """
     if getattr(model.config, "quantization_config", None):
         why = "quantized weights are not trained, and are dequantized by each method's own library"
         raise _refused(name, "its config.json has a quantization_config", why, _PLAIN)
-    try:
-        folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=PATTERNS))
-    except Exception as error:  # the hub client raises many kinds
-        raise _refused(
-            name,
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "there is no such folder here, and the hub did not give its weights",
-            "a folder with model.safetensors; or a hub id with network (HF_TOKEN for a gated model), "
-            "or whose files are in the hub's cache",
-        ) from error
-    return HubWeights(name, _files(name, folder), model)
+    console = console or Console(quiet=True)
+    folder = Path(name) if os.path.isdir(name) else fetched(name, console)
+    found = HubWeights(name, _files(name, folder), model)
+    if found.prefixes:
+        say(console, f"weights: names without {' and '.join(map(repr, found.prefixes))}")
+    return found
 
 
 def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console) -> HubWeights | None:
     """The weights that a run started from, for what they hold beside the model; None, and a word, if they are gone."""
     try:
-        return open_hub_weights(name, model)
+        return open_hub_weights(name, model, console)
     except UserError as error:
         say(
             console,
@@ -261,10 +262,7 @@ def _files(name: str, folder: Path) -> list[Path]:
         raise _refused(name, found, why, instead + "trains from random weights")
     try:
         with _opened(folder / INDEX) as index:
-            names = sorted(set(json.loads(index.read(LARGEST))["weight_map"].values()))
-        for file in names:
-            if not file.endswith(".safetensors") or not file.isprintable() or set(file) & set("/\\"):
-                raise ValueError(f"it names {file[:200]!r}, which is no safetensors file beside it")
+            names = indexed_files(index.read(LARGEST))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _unreadable(name, folder / INDEX, error) from error
     absent = [file for file in names if not os.path.isfile(folder / file)]

@@ -25,6 +25,7 @@ from transformers.trainer_utils import align_special_tokens
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import INDEX, WEIGHTS, parameter_names
@@ -184,7 +185,9 @@ def _write_description(
     with tempfile.TemporaryDirectory() as scratch:  # transformers writes on a disk alone
         if model.can_generate():
             with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
-                generation = GenerationConfig.from_pretrained(base, local_files_only=True) if base else generation
+                if base:
+                    repository, revision = split(base)
+                    generation = GenerationConfig.from_pretrained(repository, revision=revision, local_files_only=True)
             model.generation_config = generation
         if tokenizer is not None:
             align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation
