@@ -18,14 +18,14 @@ _TRIED = 256  # names: of a checkpoint of 90,000 the first tell as much
 
 
 def without_prefixes(tensors: Mapping[str, T], model: PreTrainedModel) -> tuple[dict[str, T], list[str]]:
-    """``tensors`` under the names that they have without wrappers, and the prefixes that went, the outermost first.
+    """``tensors`` under the names that they have without wrappers, and the prefixes that went.
 
     A prefix stays where the names of ``model`` (on meta) have it, where transformers knows a name with it, and where
     no name is known without it. Raises ValueError if two names become one.
     """
     known, own = _known_by(model), list(model.state_dict())
     names, gone = {name: name for name in tensors}, []
-    while (prefix := _outermost(names.values(), own, known)) is not None:
+    while (prefix := _next_prefix(names.values(), own, known)) is not None:
         names = {stored: _without(name, prefix) for stored, name in names.items()}
         gone.append(prefix)
     changed = [name for stored, name in names.items() if name != stored]
@@ -38,7 +38,7 @@ def without_prefixes(tensors: Mapping[str, T], model: PreTrainedModel) -> tuple[
     return {name: tensors[stored] for name, stored in found.items()}, gone
 
 
-def _outermost(names: Iterable[str], own: list[str], known: Callable[[str], bool]) -> str | None:
+def _next_prefix(names: Iterable[str], own: list[str], known: Callable[[str], bool]) -> str | None:
     names = list(names)
     for prefix in PREFIXES:
         with_it = [name for name in names if _has(name, prefix)]
