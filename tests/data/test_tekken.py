@@ -16,12 +16,11 @@ from tests.support.hub_models import config_of
 
 HAS_MISTRAL_COMMON = importlib.util.find_spec("mistral_common") is not None
 # those of version 3, in their order
-SPECIAL = (
-    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS]"
-)
-SPECIAL += (
-    " [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
-)
+SPECIAL = [
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+]
 FILLED = 32  # special tokens with those that are only room
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 MERGED = [b"th", b"the", b" the", b"er", b" s", b"\xc3\xb6"]
@@ -43,7 +42,7 @@ def write_tekken(folder, listed=True):
         ],
     }
     if listed:
-        named = enumerate(SPECIAL.split())
+        named = enumerate(SPECIAL)
         values["special_tokens"] = [{"rank": i, "token_str": word, "is_control": True} for i, word in named]
     (folder / "tekken.json").write_text(json.dumps(values))
     config_of("llama", model_type="mistral", vocab_size=320).save_pretrained(folder)
