@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array
 from shardwright.weights.formats.format import DEQUANTIZED
-from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights
+from shardwright.weights.hub_read import HubWeights, open_hub_weights
 from shardwright.weights.mtp import is_mtp
+from shardwright.weights.names import first_names
 from shardwright.weights.weight_sources import means_weights
 
 
