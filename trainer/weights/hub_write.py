@@ -264,7 +264,9 @@ def _write_description(
             with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
                 if base:
                     repository, revision = split(base)
-                    generation = GenerationConfig.from_pretrained(repository, revision=revision, local_files_only=True)
+                    generation = GenerationConfig.from_pretrained(
+                        repository, revision=revision or "main", local_files_only=True
+                    )
             model.generation_config = generation
         if tokenizer is not None:
             align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation
