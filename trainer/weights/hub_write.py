@@ -190,15 +190,16 @@ def hub_tensors(
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
     kept = kept_in_float32(model)
-    cast = {name: lazy for name, lazy in tensors.items() if not kept(name)}
-    for name, lazy in cast.items():
-        wanted = base(name).dtype if base is not None and form.format == SAME else form.dtype
-        if wanted is not None and lazy.dtype.is_floating_point:
-            cast[name] = lazy.to(wanted)
+    for name, lazy in tensors.items():
+        dtype = None if kept(name) else form.dtype
+        if form.format == SAME and base is not None:
+            dtype = base(name).dtype
+        if dtype is not None and lazy.dtype.is_floating_point:
+            tensors[name] = lazy.to(dtype)
     # the dtype that holds all of these matrices: frozen ones may be stored in a narrower one, and norms in a wider
-    matrices = [each.dtype for each in cast.values() if len(each.shape) > 1] or [each.dtype for each in cast.values()]
-    widest = max(matrices, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
-    tensors |= cast
+    cast = [each for name, each in tensors.items() if not kept(name)]
+    dtypes = [each.dtype for each in cast if len(each.shape) > 1] or [each.dtype for each in cast]
+    widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     return _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors, widest
 
 
