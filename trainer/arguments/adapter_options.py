@@ -36,8 +36,8 @@ class AdapterArguments(Checked):
     base_dtype: str = option(
         "bfloat16",
         "What the frozen weights under an adapter are stored in: bfloat16, float32, or linear layers and experts in "
-        "fewer bits and all else in bfloat16: int8, fp8 (blocks of 128 × 128), fp8_rows, mxfp4 (4.25 bits a weight), nf4 "
-        "(4.5); same: as the checkpoint is published, where that is one of these.",
+        "fewer bits and all else in bfloat16: int8, fp8 (blocks of 128 × 128), fp8_rows, mxfp4 (4.25 bits a weight), "
+        "nf4 (4.5); same: as the checkpoint is published, where that is one of these.",
     )
 
     def check_adapter(self) -> None:

@@ -1,4 +1,4 @@
-"""The storage of the frozen weights under an adapter: `--base_dtype`, and what a config says of a quantized checkpoint."""
+"""The storage of the frozen weights under an adapter: `--base_dtype`, and a config's word on a quantized checkpoint."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -31,7 +31,9 @@ def packing_of(base_dtype: str, config: PretrainedConfig) -> Packing | None:
         method = settings.get("quant_method") or settings.get("quant_algo")
         raise UserError(
             asked=f"--base_dtype {SAME}",
-            found=f"a checkpoint quantized by {method!r}, in another packing" if method else "a checkpoint that is plain",
+            found=f"a checkpoint quantized by {method!r}, in another packing"
+            if method
+            else "a checkpoint that is plain",
             why=f"frozen weights are packed as {', '.join(PACKINGS)} alone",
             instead="--base_dtype bfloat16, the default, or one of these",
         )
