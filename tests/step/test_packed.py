@@ -85,7 +85,9 @@ def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
 
 
 def test_a_mesh_that_cuts_through_packed_inputs_is_refused_and_told_what_to_write():
-    with pytest.raises(UserError, match=r"(?s)o_proj.weight in MXFP4.*64 numbers, 16 a device.*32 of them.*divide 2.*int8"):
+    with pytest.raises(
+        UserError, match=r"(?s)o_proj.weight in MXFP4.*64 numbers, 16 a device.*32 of them.*divide 2.*int8"
+    ):
         job_of("llama_tp", small_config(load_recipe("llama_tp")), lora_r=4, base_dtype="mxfp4")
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec, partition_spec
-from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.recipe import Layout, matches
 from shardwright.models.adapters.packings import SCALE
 from shardwright.models.attention import attention_interface as attention
@@ -104,6 +104,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             batch_axes=plan.batch,
             expert_axes=expert_axes,
             weight_specs={key: _spec_in_kernel(plan, f"{names[0]}.{key}") for key in keys},
+            lie_turned=frozenset(key for key in keys if _lies_turned(plan[f"{names[0]}.{key}"])),
             order=order,
             keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
@@ -120,6 +121,12 @@ def _spec_in_kernel(plan: ShardingPlan, name: str) -> PartitionSpec:
     """The layout in which the kernel of dropless experts gets a parameter: a packed one comes gathered."""
     packed = plan[name].packed
     return plan.specs[name] if packed is None else (plan.specs[name][0], *[None] * (len(packed.used.shape) - 1))
+
+
+def _lies_turned(entry: ParameterPlan) -> bool:
+    """Whether a weight is unpacked with its last two dimensions swapped, as its codes lie."""
+    packed = entry.packed
+    return packed is not None and packed.packing.codes(packed.weight).dims != tuple(range(len(entry.shape)))
 
 
 def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
