@@ -35,7 +35,7 @@ from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
-from shardwright.model.lora_options import check_same, described
+from shardwright.model.lora_options import check_same, described, stored_said
 from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.lines import Terminal, say, waiting
@@ -343,7 +343,8 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
         say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
-        say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")
+        stored = stored_said(job.facts, job.plan, job.args)
+        say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, {stored}")
     if code := getattr(job.config, "auto_map", None):
         own = code.get("AutoModelForCausalLM", code.get("AutoModel")) if isinstance(code, dict) else code
         say(console, f"         transformers' own class; the code that its repository brings ({own}) is not run")

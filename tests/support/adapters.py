@@ -12,7 +12,7 @@ from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import as_config
-from shardwright.models.adapters.int8 import from_int8, to_int8
+from shardwright.models.adapters.packings import PACKINGS
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.adapter_weights import beside
@@ -86,7 +86,7 @@ def make_adapted(
     given = {"lora_r": 4, "lora_alpha": 6.0, "base_dtype": "float32", "weight_decay": 0.1} | (options or {})
     job = job_of(recipe, config, gradient_accumulation_steps=accumulation, **given)
     assert job.lora is not None
-    if job.args.base_dtype == "int8":
+    if job.args.base_dtype in PACKINGS:
         round_as_stored(plain, job)
     base = {name: values.clone() for name, values in plain.state_dict().items()}
     said, lora = as_config(job.lora, job.model, None, {}), job.lora
@@ -110,11 +110,14 @@ def make_adapted(
 
 
 def round_as_stored(plain: torch.nn.Module, job: Job) -> None:
-    """Rounds the weights of ``plain`` as ``job`` stores them: to 8 bits those that it has in int8, all others to
+    """Rounds the weights of ``plain`` as ``job`` stores them: those that it packs as their packing does, all others to
     bfloat16.
     """
-    names = {entry.name for entry in job.plan.parameters if entry.dtype == torch.int8}
-    assert names
+    packed = {entry.name: entry.packed for entry in job.plan.parameters if entry.packed is not None}
+    assert packed
     with torch.no_grad():
         for name, weight in plain.named_parameters():
-            weight.copy_(from_int8(*to_int8(weight), weight.dtype) if name in names else weight.bfloat16())
+            rounded = weight.bfloat16()
+            if how := packed.get(name):
+                rounded = how.packing.unpack(*how.packing.pack(weight, how.weight), how.weight, weight.dtype)
+            weight.copy_(rounded)

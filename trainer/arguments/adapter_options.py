@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
+from shardwright.models.adapters.packings import PACKINGS
 
-BASE_DTYPES = ["float32", "bfloat16", "int8"]
+SAME = "same"  # packed as the checkpoint is published
+BASE_DTYPES = ["float32", "bfloat16", *PACKINGS, SAME]
 _UNSAID = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}  # the defaults of an adapter's options
 
 
@@ -33,8 +35,9 @@ class AdapterArguments(Checked):
     )
     base_dtype: str = option(
         "bfloat16",
-        "What the frozen weights under an adapter are stored in: bfloat16, float32, or int8 at half of bfloat16's "
-        "memory: linear layers and experts as 8-bit integers with a scale for each row, all else in bfloat16.",
+        "What the frozen weights under an adapter are stored in: bfloat16, float32, or linear layers and experts in "
+        "fewer bits and all else in bfloat16: int8, fp8 (blocks of 128 × 128), fp8_rows, mxfp4 (4.25 bits a weight), "
+        "nf4 (4.5); same: as the checkpoint is published, where that is one of these.",
     )
 
     def check_adapter(self) -> None:

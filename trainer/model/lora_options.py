@@ -17,9 +17,10 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, did_you_mean
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
-from shardwright.layout.adapter_layouts import with_factors, with_int8
+from shardwright.layout.adapter_layouts import with_factors, with_packed
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
+from shardwright.model import base_storage
 from shardwright.model.facts import ModelFacts
 from shardwright.models.adapters.lora import Lora, adaptable, base_of, own_parameters
 from shardwright.models.experts.expert_families import experts_modules
@@ -83,10 +84,19 @@ def plan_of(
     dtypes, model = args.state_dtypes, facts.model
     if lora is None:
         return make_plan(recipe, model, devices, **dtypes, optim=args.optim)
-    stored = torch.bfloat16 if args.base_dtype == "int8" else getattr(torch, args.base_dtype)
+    packing = base_storage.packing_of(args.base_dtype, facts.config)
+    stored = torch.bfloat16 if packing else getattr(torch, args.base_dtype)
     base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": stored}), optim=args.optim)
     plan = with_factors(base, facts.adapted(lora), dtypes["weight_dtype"])
-    return with_int8(plan, _inner(model)) if args.base_dtype == "int8" else plan
+    if packing is None:
+        return plan
+    names = base_storage.packed_among(_inner(model), args.base_dtype, facts)
+    return with_packed(plan, facts.adapted(lora), packing, names)
+
+
+def stored_said(facts: ModelFacts, plan: ShardingPlan, args: TrainingArguments) -> str:
+    """How the model under an adapter is stored."""
+    return base_storage.said(args.base_dtype, plan, facts, _inner(facts.model))
 
 
 def described(lora: Lora, adapted: PreTrainedModel) -> str:

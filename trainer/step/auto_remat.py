@@ -85,7 +85,9 @@ def _parts(plan: ShardingPlan, module: str) -> int:
     if weight not in plan.specs:
         return plan.devices  # a kernel's
     # a product's is split by its tokens, and by its columns where its weight's output dimension is split
-    axes = {*plan.token_axes, *plan[weight].axes_of(1 if is_stacked(weight) else 0)}
+    packed = plan[weight].packed
+    outputs = packed.used.axes_of(0) if packed else plan[weight].axes_of(1 if is_stacked(weight) else 0)
+    axes = {*plan.token_axes, *outputs}
     return math.prod(plan.mesh[axis] for axis in axes)
 
 
