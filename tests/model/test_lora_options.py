@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.model.lora_options import CONFIG, check_same
+from shardwright.model.lora_options import check_same
+from shardwright.model.peft_config import CONFIG
 from tests.support.cases import SMALL
 from tests.support.fork_server import run
 from tests.support.jobs import job_of
@@ -35,8 +36,8 @@ def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
         "model.layers.0.mlp.experts.down_proj",
         "lm_head.weight",
     ]
-    assert job.lora.scale == 1.5
-    assert job_of("llama_tp", lora_r=4, use_rslora=True).lora.scale == 8 / math.sqrt(4)
+    assert job.lora.scale(job.lora.targets[0]) == 1.5
+    assert job_of("llama_tp", lora_r=4, use_rslora=True).lora.scale("") == 8 / math.sqrt(4)
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,21 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.model.lora_options import (
+from shardwright.model.facts import facts_of
+from shardwright.model.lora_options import lora_of
+from shardwright.model.peft_config import (
     CONFIG,
     INERT,
     PLAIN,
     PLAIN_AT_THE_START,
     READ,
     WEIGHTS,
-    lora_of,
     options_of,
     read_config,
 )
 from shardwright.weights.adapter_weights import merge_factors
-from shardwright.weights.peft_files import as_peft, factor_shapes, open_adapter, peft_keys
+from shardwright.weights.peft_layout import as_peft, factor_shapes, peft_keys
+from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import state_dict_weights
 
 pytestmark = [
@@ -126,7 +128,7 @@ def test_a_new_adapter_has_pefts_own_factors_or_is_refused_by_the_field(plain, k
         assert ("target" if key.startswith("target_") else key) in refused
         return
     assert key in (*READ, *INERT)
-    lora = lora_of(TrainingArguments(**options), plain)
+    lora = lora_of(TrainingArguments(**options), facts_of(plain.config))
     shapes = {name: as_peft(name, torch.empty(shape)).shape for name, shape in factor_shapes(lora, plain).items()}
     ours = {peft: shapes[name] for name, peft in peft_keys(lora, plain, {}).items()}
     value = LoraRuntimeConfig(**value) if key == "runtime_config" else value
@@ -134,7 +136,9 @@ def test_a_new_adapter_has_pefts_own_factors_or_is_refused_by_the_field(plain, k
     theirs = {n.replace(".default", ""): p.shape for n, p in model.named_parameters() if p.requires_grad}
     if value != "all-linear":  # PEFT's leaves out the experts, which transformers 4 had as linear layers
         assert ours == theirs
-    assert {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)} == {lora.scale}
+    assert {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)} == {
+        lora.scale(name) for name in lora.targets
+    }
 
 
 @pytest.mark.parametrize(("key", "value"), CASES)

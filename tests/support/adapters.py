@@ -11,12 +11,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
-from shardwright.model.lora_options import as_config
+from shardwright.model.peft_config import as_config
 from shardwright.models.adapters.int8 import from_int8, to_int8
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.adapter_weights import beside
-from shardwright.weights.peft_files import factor_shapes, from_peft, peft_keys
+from shardwright.weights.peft_layout import factor_shapes, from_peft, peft_keys
 from shardwright.weights.weight_sources import Source, state_dict_weights
 from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import Case, make_batch, plain_model, reference_loss, small_config

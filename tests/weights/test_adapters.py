@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model.lora_options import CONFIG, WEIGHTS, read_config
+from shardwright.model.peft_config import CONFIG, WEIGHTS, read_config
 from shardwright.weights.adapter_weights import check_adapter, files_of, merge_factors
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
-from shardwright.weights.peft_files import open_adapter, prove, save_adapter
+from shardwright.weights.peft_files import prove, save_adapter
+from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, plain_model, reference_loss

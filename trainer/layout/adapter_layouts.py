@@ -11,11 +11,11 @@ from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.models.adapters.int8 import SCALE
-from shardwright.models.adapters.lora import A, base_of
+from shardwright.models.adapters.lora import A0, A, base_of
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:
-    """The plan of the model ``adapted`` (on meta), whose factors of ``dtype`` are trained and all else is frozen.
+    """The plan of the model ``adapted`` (on meta), whose trained parameters are of ``dtype``; all else is frozen.
 
     ``plan`` is that of the model without factors.
     """
@@ -23,15 +23,17 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
     for name, parameter in adapted.named_parameters():
         base = base_of(name)
         if base is None:
-            entries.append(replace(plan[name], trained=False))
+            own = parameter.requires_grad
+            entries.append(replace(plan[name], trained=own, dtype=dtype if own else plan[name].dtype))
             continue
         transposed = bool(getattr(adapted.get_submodule(base.rpartition(".")[0]), "is_transposed", False))
-        pattern, shape = plan[base].pattern + name.removeprefix(base), tuple(parameter.shape)
+        suffix, shape = name.removeprefix(base), tuple(parameter.shape)
         # the weight's dimension that the factor has too, and that dimension in the factor, whose other is the rank
-        rows, columns = len(shape) - 2, len(shape) - 1
-        shared, long = (columns - transposed, columns) if name.endswith(A) else (rows + transposed, rows)
+        columns = len(plan[base].shape) - 1
+        shared, long = (columns - transposed, columns) if suffix in (A, A0) else (columns - 1 + transposed, columns - 1)
         layout = _factor_layout(plan, plan[base], shared, shape, long)
-        entries.append(replace(plan[base], name=name, pattern=pattern, shape=shape, dtype=dtype, layout=layout))
+        made = {"name": name, "pattern": plan[base].pattern + suffix, "shape": shape, "dtype": dtype, "layout": layout}
+        entries.append(replace(plan[base], **made, trained=parameter.requires_grad))
     return replace(plan, parameters=tuple(entries))
 
 
@@ -54,11 +56,11 @@ def _factor_layout(
 
 
 def with_int8(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """``plan`` with the frozen ``names``, except tied ones, in int8, and a scale for each row of a last dimension."""
+    """``plan`` with those of ``names`` that are frozen, except tied ones, in int8, and a scale for each row of a last dimension."""
     tied = {*plan.aliases, *plan.aliases.values()}
     entries: list[ParameterPlan] = []
     for entry in plan.parameters:
-        if entry.name not in names or entry.name in tied:
+        if entry.name not in names or entry.name in tied or entry.trained:
             entries.append(entry)
             continue
         name, pattern, shape = entry.name + SCALE, entry.pattern + SCALE, (*entry.shape[:-1], 1)

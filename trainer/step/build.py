@@ -98,12 +98,13 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     else:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
-        keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
+        # of all layers, since some may have factors that the first has not
+        keys = {key: name for name in names[::-1] for key, _ in job.adapted.get_submodule(name).named_parameters()}
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,
             expert_axes=expert_axes,
-            weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
+            weight_specs={key: plan.specs[f"{name}.{key}"] for key, name in keys.items()},
             order=order,
             keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
