@@ -25,6 +25,7 @@ from shardwright import Trainer, TrainingArguments, UserError
 from shardwright.arguments.training import Settings
 from shardwright.inputs import resolve
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import lora_of
 from shardwright.step.eval_metrics import Predictions, metric_names
 from shardwright.weights.hub_push import push_folder
@@ -338,7 +339,7 @@ def test_a_lora_config_means_the_weights_that_it_means_to_peft(family, fields):
     args, _ = resolve(None, model=config, peft_config=lora)
     assert (args.lora_r, args.lora_alpha, args.use_rslora) == (4, 6.0, True)
     model = AutoModelForCausalLM.from_config(config)
-    found = lora_of(args, model)
+    found = lora_of(args, facts_of(config))
     assert found is not None
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     factors = [4 * math.prod(shapes[name][:-2]) * sum(shapes[name][-2:]) for name in found.targets]

@@ -56,7 +56,7 @@ def _factor_layout(
 
 
 def with_int8(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """``plan`` with those of ``names`` that are frozen, except tied ones, in int8, and a scale for each row of a last dimension."""
+    """``plan`` with the frozen ``names``, except tied ones, in int8, and a scale for each row of a last dimension."""
     tied = {*plan.aliases, *plan.aliases.values()}
     entries: list[ParameterPlan] = []
     for entry in plan.parameters:

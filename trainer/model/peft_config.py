@@ -40,6 +40,7 @@ INERT = (
     *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "runtime_config"),
     *("megatron_core", "qalora_group_size"),
 )
+_CHOOSE = ("exclude_modules", "layers_to_transform", "modules_to_save")  # … of them these leave out targets
 STARTS = ("pissa", "olora")  # values of init_lora_weights that change the model's weights, the same at each load
 NITER = re.compile(r"pissa_niter_[1-9]\d?")  # … and one that PEFT draws anew at each load
 # of these the values are those of LoRA as it is here, the default first
@@ -213,11 +214,12 @@ def _check_words(values: Mapping[str, Any], lora: Lora, model: PreTrainedModel, 
     words = [*([] if isinstance(modules, str) else modules), *(values.get("target_parameters") or [])]
     idle = [word for word in words if not any(means([word], name) for name in meant)]
     saved = [name.rpartition(".")[0] for name in lora.whole]
-    idle += [word for word in values.get("modules_to_save") or () if not any(name.endswith(word) for name in saved)]
-    if idle:
+    lost = [word for word in values.get("modules_to_save") or () if not any(name.endswith(word) for name in saved)]
+    if idle or lost:
+        place = f"{idle[0]!r} among its targets" if idle else f"{lost[0]!r} in modules_to_save"
         raise UserError(
             asked="peft_config=LoraConfig(…)",
-            found=f"{idle[0]!r} among its targets, the name of no weight of {type(model).__name__}",
+            found=f"{place}, the name of no weight of {type(model).__name__}",
             why="PEFT passes over such a name, or takes it for one that transformers 4 had",
             instead=f"some of {','.join(endings(model))}",
         )
@@ -350,10 +352,12 @@ def _check_plain(
         if key not in free and values.get(key, known[0]) not in known
     ]
     made = "; PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…) makes one of CorDA and the like"
+    left = "".join(f", with {key}={values[key]!r:.80}," for key in _CHOOSE if values.get(key))
     if more or not lora.targets:
         raise UserError(
             asked=asked,
-            found=", ".join(more) or f"none of its targets is a weight of {type(model).__name__} that can be adapted",
+            found=", ".join(more)
+            or f"none of its targets{left} is a weight of {type(model).__name__} that can be adapted",
             why="factors beside adapted weights, and modules trained whole, are what is trained and merged here",
             instead="an adapter without it" + made * isinstance(values.get("init_lora_weights"), str),
         )
