@@ -354,12 +354,22 @@ def test_all_linear_of_a_lora_config_takes_experts_too():
     assert args.lora_target == "all-linear"
 
 
+def test_what_a_lora_config_says_beside_plain_lora_becomes_options():
+    fields = {"rank_pattern": {r".*\.1\..*q_proj": 2}, "modules_to_save": ["lm_head"], "init_lora_weights": "pissa"}
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, use_dora=True, **fields)
+    args, _ = resolve(None, model=LlamaConfig(**SIZES), peft_config=lora)
+    found = lora_of(args, facts_of(LlamaConfig(**SIZES)))
+    assert (found.dropout, found.dora, found.start, found.whole) == (0.1, True, "pissa", ("lm_head.weight",))
+    assert found.ranks == (("model.layers.1.self_attn.q_proj.weight", 2),)
+    assert {name.split(".")[-2] for name in found.targets} == {"q_proj", "v_proj"}
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"lora_dropout": 0.1}, {"use_dora": True}, {"init_lora_weights": "gaussian"}, {"bias": "all"},
-     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}}, {"task_type": "SEQ_CLS"}],
+    [{"init_lora_weights": "eva"}, {"bias": "all"}, {"trainable_token_indices": [1]}, {"modules_to_save": ["x"]},
+     {"task_type": "SEQ_CLS"}],
 )  # fmt: skip
-def test_what_a_lora_config_says_beyond_plain_lora_is_refused_by_name(fields):
+def test_what_a_lora_config_says_that_is_not_done_here_is_refused_by_name(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         resolve(None, model=LlamaConfig(**SIZES), peft_config=LoraConfig(target_modules=["q_proj"], **fields))
 

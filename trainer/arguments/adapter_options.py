@@ -75,6 +75,8 @@ class AdapterArguments(Checked):
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format", ["peft", "per_expert"])
         self.check("lora_dropout", 0 <= self.lora_dropout < 1, "it is a probability", 0.05)
+        unread = self.init_lora_weights not in ("eva", "corda", "lora_ga")
+        self.check("init_lora_weights", unread, "its factors come from the training data, in a pass before it", "pissa")
         if not _NITER.fullmatch(self.init_lora_weights):
             self.choose("init_lora_weights", INITS)
         for name, known in _PATTERN.items():

@@ -351,14 +351,20 @@ def _check_plain(
         for key, known in allowed.items()
         if key not in free and values.get(key, known[0]) not in known
     ]
-    made = "; PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…) makes one of CorDA and the like"
     left = "".join(f", with {key}={values[key]!r:.80}," for key in _CHOOSE if values.get(key))
+    start = isinstance(values.get("init_lora_weights"), str) and any(text.startswith("init_") for text in more)
     if more or not lora.targets:
         raise UserError(
             asked=asked,
             found=", ".join(more)
             or f"none of its targets{left} is a weight of {type(model).__name__} that can be adapted",
-            why="factors beside adapted weights, and modules trained whole, are what is trained and merged here",
-            instead="an adapter without it" + made * isinstance(values.get("init_lora_weights"), str),
+            why="EVA, CorDA and LoRA-GA take factors from the training data in a pass before, LoftQ from a quantized "
+            "model, and pissa_niter anew at each load: the same model could not be made here"
+            if start
+            else "factors beside adapted weights, and modules trained whole, are what is trained and merged here",
+            instead="true, gaussian, pissa or olora; of a trained adapter the plain one that PEFT's "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…) makes"
+            if start
+            else "an adapter without it",
         )
     check_lora(lora, model, asked)
