@@ -68,7 +68,7 @@ def main() -> None:
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
-    plan = plan_of(recipe, facts, lora_of(args, facts.model), arguments.devices, args)
+    plan = plan_of(recipe, facts, lora_of(args, facts), arguments.devices, args)
     warnings = list(plan_warnings(plan))
     if args.max_steps > 0 and (notice := args.schedule(peak=1.0).notice):
         warnings.append(f"learning rate: {notice}")

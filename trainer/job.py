@@ -24,7 +24,7 @@ from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.model import assembly, lora_options, meta_model, model_checks, unused_parameters
+from shardwright.model import assembly, lora_options, meta_model, model_checks, peft_config, unused_parameters
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
@@ -97,7 +97,7 @@ class Job:
     @functools.cached_property
     def lora(self) -> Lora | None:
         """The weights that LoRA adapts; None: the whole model is trained."""
-        return lora_options.lora_of(self.args, self.model)
+        return lora_options.lora_of(self.args, self.facts)
 
     @property
     def adapted(self) -> PreTrainedModel:
@@ -213,7 +213,7 @@ class Job:
         recipe, args, plan = self.recipe.as_dict(), self.args.as_dict(), self.plan.as_json()
         texts = {"recipe.json": recipe, "training_args.json": args, "plan.json": plan}
         if self.lora is not None:
-            texts[lora_options.CONFIG] = lora_options.as_config(self.lora, self.model, self.args.model, {})
+            texts[peft_config.CONFIG] = peft_config.as_config(self.lora, self.model, self.args.model, {})
         return texts
 
 

@@ -36,7 +36,7 @@ class ExpertShards:
     activation: activation.Activation
     names: tuple[str, ...]  # of the parameters: the two projections, their biases, factors of LoRA
     out_first: bool  # weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H]
-    lora_scale: float
+    lora_scales: tuple[float, float]  # of each projection
     trained: tuple[bool, ...]  # whether a parameter has a gradient
     axes: Axes  # all of the mesh
     expert_axes: Axes
@@ -264,7 +264,7 @@ class _Projection:
         return self._times(block, self._scaled(grad_B), self.b, back=True)
 
     def _scaled(self, x_B: Array) -> Array:
-        return x_B * jnp.asarray(self.local.lora_scale, x_B.dtype)
+        return x_B * jnp.asarray(self.local.lora_scales[self.number], x_B.dtype)
 
     def _times(self, block: Block, x_B: Array, number: Any, *, back: bool = False) -> Array:
         last = self.local.contract_last(number) != back

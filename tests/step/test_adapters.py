@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwright.checkpoint.trained_model import TrainedModel
 from shardwright.layout.placement import Shard
-from shardwright.models.adapters.lora import base_of
+from shardwright.models.adapters.lora import A0, B0, base_of, own_parameters
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, relative
 from tests.support.jobs import job_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21.2
+    # it looks for fused weights among modules, and honours them all the same
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 
 
 def check_gradients(adapted):
@@ -41,13 +46,60 @@ def test_loss_gradients_and_adamw_steps_equal_pefts(recipe, accumulation, option
     ("recipe", "options", "compute"),
     [
         ("mixtral_ep_tp", {}, {}),
-        ("mixtral_fsdp", {"lora_target": "q_proj,experts.down_proj"}, {"experts": "dropless", "scan": False}),
+        (
+            "mixtral_fsdp",
+            {
+                "lora_target": "q_proj,experts.gate_up_proj,experts.down_proj",
+                "rank_pattern": "layers.1.mlp.experts.down_proj=2",
+                "alpha_pattern": "gate_up_proj=3.5",
+            },
+            {"experts": "dropless", "scan": False},
+        ),
         ("gpt_oss_ep", {}, {}),  # weights stored the other way round, and biases
     ],
     ids=str,
 )
 def test_dropless_experts_give_pefts_loss_and_gradients(recipe, options, compute):
     check_gradients(make_adapted(recipe, options=options, **compute))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "accumulation", "options", "changes"),
+    [
+        (  # dropout, in layers that differ, and weights that are trained whole
+            "llama_tp",
+            2,
+            {
+                "lora_dropout": 0.3,
+                "rank_pattern": "layers.1.self_attn.q_proj=6,v_proj=2",
+                "modules_to_save": "lm_head,embed_tokens,norm",
+            },
+            {},
+        ),
+        (
+            "llama_fsdp",
+            1,
+            {"use_dora": True, "lora_dropout": 0.2, "init_lora_weights": "olora", "use_rslora": True},
+            {},
+        ),
+        (  # a loop over layers without factors, and before them nothing learns
+            "llama_tp",
+            1,
+            {"init_lora_weights": "pissa", "layers_to_transform": "2:4", "exclude_modules": "v_proj"},
+            {"num_hidden_layers": 4},
+        ),
+    ],
+    ids=["dropout", "dora", "pissa"],
+)
+def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, accumulation, options, changes):
+    adapted = make_adapted(recipe, accumulation=accumulation, options=options, changes=changes)
+    check_gradients(adapted)
+    if adapted.job.lora.start:  # what the factors began as goes into checkpoints, though nothing trains it
+        saved = dict(adapted.case.model.named_parameters())
+        kept = TrainedModel(adapted.job, adapted.case.model, None, {}, None, None, None).saved(saved).keys()
+        names = {member for name in kept for member in adapted.job.stored.members(name)}
+        assert names == own_parameters(adapted.job.adapted).keys()
+        assert {name for name in names if name.endswith((A0, B0))} <= adapted.job.unused[0]
 
 
 def test_the_frozen_model_has_neither_gradient_nor_moments_and_lies_in_bfloat16():

@@ -19,8 +19,8 @@ from shardwright.files.hub_names import is_hub_name, pinned
 from shardwright.job import Job
 from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import stated
-from shardwright.model.lora_options import CONFIG
 from shardwright.model.meta_model import load_config
+from shardwright.model.peft_config import CONFIG
 from shardwright.report.lines import say, waiting
 from shardwright.step.build import place_model
 from shardwright.step.placed_model import PlacedModel

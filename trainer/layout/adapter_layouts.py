@@ -12,12 +12,12 @@ from shardwright.errors import UserError
 from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan import Packed, ParameterPlan, ShardingPlan
-from shardwright.models.adapters.lora import A, base_of
+from shardwright.models.adapters.lora import A0, A, base_of
 from shardwright.models.adapters.packings import SCALE, Packing, Part, Weight
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:
-    """The plan of the model ``adapted`` (on meta), whose factors of ``dtype`` are trained and all else is frozen.
+    """The plan of the model ``adapted`` (on meta), whose trained parameters are of ``dtype``; all else is frozen.
 
     ``plan`` is that of the model without factors.
     """
@@ -25,15 +25,17 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
     for name, parameter in adapted.named_parameters():
         base = base_of(name)
         if base is None:
-            entries.append(replace(plan[name], trained=False))
+            own = parameter.requires_grad
+            entries.append(replace(plan[name], trained=own, dtype=dtype if own else plan[name].dtype))
             continue
         transposed = bool(getattr(adapted.get_submodule(base.rpartition(".")[0]), "is_transposed", False))
-        pattern, shape = plan[base].pattern + name.removeprefix(base), tuple(parameter.shape)
+        suffix, shape = name.removeprefix(base), tuple(parameter.shape)
         # the weight's dimension that the factor has too, and that dimension in the factor, whose other is the rank
-        rows, columns = len(shape) - 2, len(shape) - 1
-        shared, long = (columns - transposed, columns) if name.endswith(A) else (rows + transposed, rows)
+        columns = len(plan[base].shape) - 1
+        shared, long = (columns - transposed, columns) if suffix in (A, A0) else (columns - 1 + transposed, columns - 1)
         layout = _factor_layout(plan, plan[base], shared, shape, long)
-        entries.append(replace(plan[base], name=name, pattern=pattern, shape=shape, dtype=dtype, layout=layout))
+        made = {"name": name, "pattern": plan[base].pattern + suffix, "shape": shape, "dtype": dtype, "layout": layout}
+        entries.append(replace(plan[base], **made, trained=parameter.requires_grad))
     return replace(plan, parameters=tuple(entries))
 
 
@@ -67,7 +69,8 @@ def with_packed(plan: ShardingPlan, adapted: nn.Module, packing: Packing, names:
     tied = {*plan.aliases, *plan.aliases.values()}
     entries: list[ParameterPlan] = []
     for entry in plan.parameters:
-        weight = _as_packed(entry, adapted) if entry.name in names and entry.name not in tied else None
+        packs = entry.name in names and entry.name not in tied and not entry.trained
+        weight = _as_packed(entry, adapted) if packs else None
         if weight is None or packing.lacking(weight):
             entries.append(entry)
             continue

@@ -98,13 +98,14 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     else:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
-        keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
+        # of all layers, since some may have factors that the first has not
+        keys = {key: name for name in names[::-1] for key, _ in job.adapted.get_submodule(name).named_parameters()}
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,
             expert_axes=expert_axes,
-            weight_specs={key: _spec_in_kernel(plan, f"{names[0]}.{key}") for key in keys},
-            lie_turned=frozenset(key for key in keys if _lies_turned(plan[f"{names[0]}.{key}"])),
+            weight_specs={key: _spec_in_kernel(plan, f"{name}.{key}") for key, name in keys.items()},
+            lie_turned=frozenset(key for key, name in keys.items() if _lies_turned(plan[f"{name}.{key}"])),
             order=order,
             keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
