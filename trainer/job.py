@@ -61,7 +61,7 @@ class Job:
         """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs; raises as the class."""
         settings = Settings.of(args)
         written = _written_recipe(args, recipe)
-        facts = facts_of(config or meta_model.load_config(args.model, written or UNMADE))
+        facts = facts_of(config or meta_model.load_config(args.model, written or UNMADE), args.train_mtp)
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
@@ -132,7 +132,7 @@ class Job:
         """The plan of the assembled model's parameters, as they are stored."""
         for module in self.assembled.modules():
             if isinstance(module, DecoderLayers):
-                return self.plan.stacked(module.name, module.stacks, len(module))
+                return self.plan.stacked(module.name, module.stacks, module.depth)
         return self.plan
 
     @property

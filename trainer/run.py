@@ -39,6 +39,7 @@ from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
+from shardwright.weights import mtp
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights, reading, reopen_hub_weights
 from shardwright.weights.weight_sources import Source, means_weights
@@ -119,6 +120,8 @@ class Start:
         say(console, f"weights: {self.weights_said(resume)}")
         if isinstance(self.source, HubWeights) and (names := self.source.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
+            if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):
+                say(console, f"warning: {stale}")
         corpus = hosts().together(lambda: _load_data(self, console))
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():

@@ -26,6 +26,7 @@ from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import bytes_of, file_header
+from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import INDEX, WEIGHTS, parameter_names
 from shardwright.weights.lazy_tensors import Lazy
@@ -93,7 +94,7 @@ def export(
     """
     folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
     tensors, stated = hub_tensors(model, source, form)
-    promise_only(model.config, untrained or ())
+    promise_only(model.config, {*tensors, *(untrained or ())})
     tensors |= {name: Lazy.of(array) for name, array in (untrained or {}).items() if name not in tensors}
     dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
     sizes = {name: lazy.like.nbytes for name, lazy in tensors.items()}
@@ -141,7 +142,8 @@ def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> t
     # the dtype that holds all of these: frozen weights may be stored in a narrower one
     widest = max((each.dtype for each in cast.values()), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     tensors |= cast
-    return revert_weight_conversion(model, tensors) if form.key_format == "original" else tensors, widest
+    named = revert_weight_conversion(model, tensors) if form.key_format == "original" else tensors
+    return mtp.as_published(named, model), widest
 
 
 def _kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
