@@ -291,6 +291,13 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
+    if (trained := found.arguments.get("train_mtp", False)) is not job.args.train_mtp:
+        raise UserError(
+            asked=f"to go on from {found.folder} with{'' if job.args.train_mtp else 'out'} --train_mtp",
+            found=f"a checkpoint with{'' if trained else 'out'} MTP layers",
+            why="the run's model, its optimizer and its loss would be others than those that were saved",
+            instead=f"the run's own option: --train_mtp {str(trained).lower()}",
+        )
     found.check_model(job.adapted, job.config)
     found.check_optimizer(job.args.optim)
     if job.lora is not None:

@@ -118,16 +118,16 @@ def make(family: str, compute: str, accumulation: int) -> tuple[Case, nn.ModuleL
 @pytest.mark.parametrize(
     ("family", "compute", "accumulation"),
     [
-        ("deepseek_v3", "remat=full", 2),
-        ("glm4_moe", "scan=False,remat=none", 1),
-        ("qwen3_next", "remat=full", 1),
+        ("deepseek_v3", "scan=True,remat=none", 1),
+        ("glm4_moe", "scan=False,remat=full", 2),
+        ("qwen3_next", "scan=False,remat=none", 1),
     ],
 )
 def test_rows_have_the_losses_and_gradients_of_their_documents_by_plain_layers(family, compute, accumulation):
     case, heads = make(family, compute, accumulation)
     # the linear attention of Qwen3-Next keeps no documents apart, so that each has a row to itself
     columns = packed(16, packing=family != "qwen3_next")
-    assert columns["segment_ids"].max() > (1 if family == "qwen3_next" else 2) - 1
+    assert family == "qwen3_next" or columns["segment_ids"].max() > 2
     found, gradients = case.first_step(as_batch(columns))
     router = {"output_router_logits": True} if case.recipe.compute.router_loss else {}
     loss, further = plain_losses(case.reference, heads, apart(columns), **router)

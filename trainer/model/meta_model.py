@@ -153,7 +153,7 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
             asked=f"--train_mtp with a model of type {config.model_type!r}",
             found=f"a config with {count}={getattr(config, count, None)}"
             if count
-            else "a family unknown for MTP layers",
+            else "a family whose MTP layers are not known here",
             why="there are no MTP layers to build",
             instead=f"no --train_mtp; or a checkpoint that has such layers, of type {', '.join(mtp.FORMATS)}",
         )
