@@ -12,7 +12,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from shardwright.arguments.training import TrainingArguments
 from shardwright.data.rows.batches import as_batch
+from shardwright.errors import UserError
+from shardwright.job import Job
 from shardwright.layout.auto import auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
@@ -28,8 +31,8 @@ from tests.support.jobs import job_of
 
 WEIGHT = 0.3
 FAMILIES = {
-    "deepseek_v3": {"num_nextn_predict_layers": 2},
-    "glm4_moe": {"num_nextn_predict_layers": 1},
+    "deepseek_v3": {"num_nextn_predict_layers": 1},
+    "glm4_moe": {"num_nextn_predict_layers": 2},
     "qwen3_next": {"num_hidden_layers": 2},  # whose config says nothing of its one layer
 }
 
@@ -156,3 +159,20 @@ def test_the_plain_layers_give_what_transformers_own_mtp_model_gives():
     given = theirs.forward_layer(0, hidden, torch.arange(8)[None], None, input_ids=ids)
     found = heads[0](hidden, reference.model.embed_tokens(ids), reference.model.rotary_emb)
     assert torch.allclose(found, given, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"train_mtp": True, "lora_r": 4}, "--lora_r 4"),
+        ({"train_mtp": True, "objective": "dpo"}, "DPO, which learns"),
+        ({"mtp_loss_weight": 0.3}, "no --train_mtp"),
+        ({"train_mtp": True, "mtp_loss_weight": 0.0}, "0.0"),
+        ({"train_mtp": True, "mesh": "fsdp=1,expert=4,sequence=2"}, "rows in pieces"),
+        ({"train_mtp": True, "recipe": "llama_fsdp"}, "a family whose MTP layers are not known here"),
+    ],
+    ids=["an adapter", "pairs", "a weight of nothing", "no weight", "split rows", "a family without any"],
+)
+def test_what_mtp_layers_can_not_be_trained_with_is_refused(options, found):
+    with pytest.raises(UserError, match=re.escape(found)):
+        Job.resolve(TrainingArguments(**{"recipe": "deepseek_v3_ep", **options}), lambda: 8)
