@@ -57,6 +57,11 @@ class MtpLayer(nn.Module):
         shared_head: the ``norm`` before the head, which is the model's own.
     """
 
+    enorm: nn.Module
+    hnorm: nn.Module
+    eh_proj: nn.Module
+    shared_head: nn.ModuleDict
+
     def forward(self, hidden_states: Tensor, *args: Any, embeddings: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, S, H], the trunk's after its last norm or a layer's before, and the tokens' ``embeddings`` likewise.
 
@@ -64,7 +69,8 @@ class MtpLayer(nn.Module):
         """
         joined = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))
         output = super().forward(joined, *args, **kwargs)  # type: ignore[misc]  # the family's
-        return self.shared_head["norm"](output)  # type: ignore[index]
+        normed: Tensor = self.shared_head["norm"](output)
+        return normed
 
 
 @functools.cache
@@ -107,7 +113,8 @@ def _complete(layer: nn.Module, config: Any, norm: Any) -> None:
     layer.enorm, layer.hnorm = norm(width, eps=eps), norm(width, eps=eps)
     layer.eh_proj = nn.Linear(2 * width, width, bias=False)
     layer.shared_head = nn.ModuleDict({"norm": norm(width, eps=eps)})
-    layer.__class__ = _of_family(type(layer))
+    family: Any = type(layer)
+    layer.__class__ = _of_family(family)
 
 
 def trunk_and_behind(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:

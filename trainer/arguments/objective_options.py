@@ -8,7 +8,7 @@ from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.objective import Objective
 
-MTP_WEIGHT = 0.1  # arXiv:2412.19437, section 4.2; arXiv:2508.06471, section 2.4: both late in pretraining
+MTP_WEIGHT = 0.1  # late in the pretraining of DeepSeek-V3 (arXiv:2412.19437) and GLM-4.5 (arXiv:2508.06471)
 _NUMBERS = {name: number for entry in OBJECTIVES.values() for name, number in entry.options.items()}
 
 

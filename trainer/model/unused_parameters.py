@@ -77,10 +77,12 @@ def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(model.config, "output_router_logits"):
         inputs |= {"output_router_logits": router_loss, "attention_mask": torch.ones_like(ids)}
-    predicts = bool(mtp.layer_names(model))
-    further = predicting(model, inputs, torch.ones(())) if predicts else contextlib.nullcontext([])
-    with masks_without_reads(), torch.enable_grad(), further as losses:
-        return functools.reduce(operator.add, losses, model(**inputs).loss)
+    batch, further = {"input_ids": ids, "labels": ids}, list[torch.Tensor]()
+    with masks_without_reads(), torch.enable_grad(), contextlib.ExitStack() as stack:
+        if mtp.layer_names(model):
+            further = stack.enter_context(predicting(model, batch, torch.ones(())))
+        loss: torch.Tensor = model(**inputs).loss
+        return functools.reduce(operator.add, further, loss)
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
