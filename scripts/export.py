@@ -66,7 +66,7 @@ def main() -> None:
     saved = RunCheckpoint(Folder(arguments.checkpoint))
     config = saved.config
     base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
-    facts = facts_of(config)
+    facts = facts_of(config, saved.arguments.get("train_mtp", False))
     model, whole, names = facts.model, facts.whole, facts.names_in_whole
     lora = read_config(saved.folder, model, checkpoint=True) if saved.has_adapter else None
     if arguments.merge and lora is None:

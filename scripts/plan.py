@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
+    parser.add_argument("--train_mtp", action="store_true", help="as scripts/train.py --train_mtp")
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
@@ -58,14 +59,15 @@ def main() -> None:
         _check_new(Path(arguments.write), arguments.recipe)
     made = None
     if arguments.recipe == AUTO:
-        facts = facts_of(load_config(arguments.model, UNMADE))
+        facts = facts_of(load_config(arguments.model, UNMADE), arguments.train_mtp)
         made = auto_recipe(facts.model, facts.experts, arguments.mesh, arguments.devices)
         recipe = made.recipe
     else:
         recipe = load_recipe(arguments.recipe)
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
-        facts = facts_of(load_config(arguments.model, recipe))
+        facts = facts_of(load_config(arguments.model, recipe), arguments.train_mtp)
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
+    options["train_mtp"] = arguments.train_mtp
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
     plan = plan_of(recipe, facts, lora_of(args, facts), arguments.devices, args)

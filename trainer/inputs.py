@@ -100,6 +100,13 @@ def resolve(
     args = args or TrainingArguments()
     args = replace(args, **options) if options else args
     found = RunInputs(**given)
+    if found.model is not None and args.train_mtp:
+        raise UserError(
+            asked=f"model=a {type(found.model).__name__}, and train_mtp",
+            found="a model of transformers, which leaves MTP layers out",
+            why="there would be no values for them",
+            instead="model= as the hub id or folder of a checkpoint that has them",
+        )
     if found.model is not None and args.from_scratch:
         raise UserError(
             asked=f"model=a {type(found.model).__name__}, and from_scratch",

@@ -64,7 +64,7 @@ class Job:
         if config is None and settings.model is not None:  # from here on all of it is of one commit
             settings = replace(settings, model=pinned(settings.model))
         written = _written_recipe(args, recipe)
-        facts = facts_of(config or meta_model.load_config(settings.model, written or UNMADE))
+        facts = facts_of(config or meta_model.load_config(settings.model, written or UNMADE), args.train_mtp)
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
@@ -135,7 +135,7 @@ class Job:
         """The plan of the assembled model's parameters, as they are stored."""
         for module in self.assembled.modules():
             if isinstance(module, DecoderLayers):
-                return self.plan.stacked(module.name, module.stacks, len(module))
+                return self.plan.stacked(module.name, module.stacks, module.depth)
         return self.plan
 
     @property

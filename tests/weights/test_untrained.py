@@ -194,6 +194,7 @@ def test_a_run_its_resume_and_the_script_carry_mtp_layers_and_end_in_the_base_s_
     extra, said = odd_tensors(MTP), io.StringIO()
     train(TrainingArguments(**options, max_steps=1), Console(file=said, width=400))
     assert "not trained, and carried into an export as it is: model.layers.2.eh_proj.weight, mtp.fc" in said.getvalue()
+    assert said.getvalue().count("warning: its MTP layers grow stale") == 1
     train(TrainingArguments(**options, max_steps=2, resume_from_checkpoint="latest"))
     for tensors, config in (
         (tensors_in(tmp_path / "out/model"), json.loads((tmp_path / "out/model/config.json").read_text())),

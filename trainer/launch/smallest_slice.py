@@ -24,7 +24,7 @@ class Fit:
 
 def smallest_slices(facts: ModelFacts, args: TrainingArguments) -> Iterator[tuple[Chip, Fit | None]]:
     """For each generation the smallest slice whose chips hold the plan within :data:`SHARE`; None: no slice does."""
-    lora = lora_of(args, facts.model)
+    lora = lora_of(args, facts)
     for chip in CHIPS.values():
         yield chip, next((fit for t in topologies(chip) if (fit := _fit(facts, args, lora, t)) is not None), None)
 

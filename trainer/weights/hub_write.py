@@ -28,6 +28,7 @@ from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
@@ -127,7 +128,7 @@ def export(
     """
     folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
     tensors, stated = hub_tensors(model, source, form, base)
-    promise_only(model.config, base.untrained if base is not None else ())
+    promise_only(model.config, {*tensors, *(base.untrained if base is not None else ())})
     quantized = quantize(form.format, model, tensors, base) if form.format and form.asks_base else None
     if quantized is not None:
         tensors = quantized.tensors(tensors)
@@ -200,7 +201,8 @@ def hub_tensors(
     cast = [each for name, each in tensors.items() if not kept(name)]
     dtypes = [each.dtype for each in cast if len(each.shape) > 1] or [each.dtype for each in cast]
     widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
-    return _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors, widest
+    named = _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors
+    return mtp.as_published(named, model), widest
 
 
 def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
