@@ -28,8 +28,10 @@ from shardwright.hosts.hosts import hosts
 from shardwright.model.lora_options import CONFIG, WEIGHTS, adapted_shapes, as_config
 from shardwright.models.adapters.lora import A, B, Lora
 from shardwright.report.bars import byte_bar
+from shardwright.report.lines import say
 from shardwright.weights.hub_write import write_files
 from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.serving_engines import engine_notes
 from shardwright.weights.tokenizer_files import tokenizer_files
 from shardwright.weights.weight_sources import Source
 
@@ -122,7 +124,10 @@ class AdapterFiles:
 def save_adapter(
     folder: Folder, files: AdapterFiles, factors: Source, tokenizer: PreTrainedTokenizerBase | None, console: Console
 ) -> None:
-    """Writes the adapter, its config last; raises UserError if it can't, or reads back another than was trained."""
+    """Writes the adapter, its config last, and says what serving engines would not read of it.
+
+    Raises UserError if it can't be written, or reads back another than was trained.
+    """
     tensors = files.tensors(factors)
     total = sum(lazy.like.nbytes for lazy in tensors.values())
     with byte_bar(console, "writing the adapter", total) as advance:
@@ -134,6 +139,8 @@ def save_adapter(
     folder.write(CONFIG, as_json(files.config()))
     hosts().once(lambda: None)  # by now the first host has written them
     prove(folder, files, factors)
+    for note in engine_notes(files.lora, files.model, files.whole, per_expert=files.per_expert):
+        say(console, f"note: {note}")
 
 
 def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
