@@ -17,10 +17,12 @@ from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.model.peft_config import CONFIG, WEIGHTS, as_config
 from shardwright.models.adapters.lora import A, B, Lora, M
 from shardwright.report.bars import byte_bar
+from shardwright.report.lines import say
 from shardwright.weights.hub_write import write_files
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.peft_layout import PREFIX, TAILS, as_peft, hub_parts, peft_keys, unstarted
 from shardwright.weights.peft_read import read_tensors
+from shardwright.weights.serving_engines import engine_notes
 from shardwright.weights.tokenizer_files import tokenizer_files
 from shardwright.weights.weight_sources import Source
 
@@ -130,7 +132,10 @@ class AdapterFiles:
 def save_adapter(
     folder: Folder, files: AdapterFiles, factors: Source, tokenizer: PreTrainedTokenizerBase | None, console: Console
 ) -> None:
-    """Writes the adapter, its config last; raises UserError if it can't, or reads back another than was trained."""
+    """Writes the adapter, its config last, and says what serving engines would not read of it.
+
+    Raises UserError if it can't be written, or reads back another than was trained.
+    """
     tensors = files.tensors(factors)
     total = sum(lazy.like.nbytes for lazy in tensors.values())
     with byte_bar(console, "writing the adapter", total) as advance:
@@ -142,6 +147,8 @@ def save_adapter(
     folder.write(CONFIG, as_json(files.config()))
     hosts().once(lambda: None)  # by now the first host has written them
     prove(folder, files, factors)
+    for note in engine_notes(files.lora, files.model, files.whole, per_expert=files.per_expert):
+        say(console, f"note: {note}")
 
 
 def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
