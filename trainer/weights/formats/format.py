@@ -13,7 +13,7 @@ import torch
 from shardwright.files.arrays import Array, LazyArray, Slices, whole
 
 DEQUANTIZED = torch.bfloat16  # the dtype of what is read
-_PIECE = 1 << 22  # elements that are dequantized at a time, so that a read takes little more than its result
+_PIECE = 1 << 19  # elements that are dequantized at a time, so that a read takes little more than its result
 
 # end of a tensor's name -> the tensor
 Parts = Mapping[str, Array]
