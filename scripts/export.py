@@ -15,8 +15,6 @@ from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import Terminal, say
 
-DTYPES = ("float32", "bfloat16")
-
 
 def parser() -> Parser:
     found = Parser(__doc__)
@@ -24,19 +22,23 @@ def parser() -> Parser:
     keys = "names and shapes as the family's checkpoints on the hub have them (original), or as transformers 5 has "
     keys += "them in memory, experts fused (new); from_pretrained loads both (original)"
     formats = "of an adapter; default: as the run would write it"
+    written = (
+        "bf16 or fp32; fp8 (in blocks), mxfp4 (gpt-oss) or int4 (compressed-tensors): linear weights are quantized, "
+    )
+    written += "and their error is told; same: as the run's --model is published. Default: in the dtype of --model's "
+    written += "weights, bf16 where they are quantized"
     add("--checkpoint", required=True, help="a run's checkpoint-N: a folder, or a store's gs://…, s3://…")
     add("--output", required=True, help="where to write: a new or empty folder, or a store's")
     add("--key_format", choices=["original", "new"], default="original", help=keys)
     add("--max_shard_size", default="5GB", help="of a file of weights (5GB)")
     add("--merge", action="store_true", help="of an adapter and its model make a plain model")
     add("--adapter_format", choices=["peft", "per_expert"], help=formats)
-    add("--dtype", choices=DTYPES, help="what to write; default: what the checkpoint holds")
+    add("--format", choices=["bf16", "fp32", "fp8", "mxfp4", "int4", "same"], help=written)
     return found
 
 
 def main() -> None:
     arguments = parser().parse_args()
-    import torch
     import transformers
 
     from shardwright.checkpoint.read import RunCheckpoint
@@ -44,15 +46,15 @@ def main() -> None:
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import read_config
     from shardwright.weights.adapter_weights import merge_factors
+    from shardwright.weights.formats.published import base_dtype
     from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
-    from shardwright.weights.hub_write import ExportFormat, export
+    from shardwright.weights.hub_write import ExportFormat, export, kept_in_float32
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
-    from shardwright.weights.weight_sources import means_weights, part_and_rest, part_of, seeded_init
+    from shardwright.weights.weight_sources import in_dtype, means_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
     console = Terminal()
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    form = ExportFormat(arguments.key_format, arguments.max_shard_size, dtype)
+    form = ExportFormat(arguments.key_format, arguments.max_shard_size, arguments.format)
     output = Folder(arguments.output)
     if there := [name for name in output.names() if name != TEMPORARY]:
         raise UserError(
@@ -74,13 +76,20 @@ def main() -> None:
             why="its weights are those of a plain model already",
             instead="no --merge",
         )
+    if arguments.format and lora is not None and not arguments.merge:
+        raise UserError(
+            asked=f"--format {arguments.format}",
+            found=f"an adapter in {saved.folder}",
+            why="its factors are written as PEFT has them, beside a base that stays as it is",
+            instead="--merge, which makes a plain model of both; or no --format",
+        )
     saved.check_model(facts.adapted(lora), config)
     rest = seeded_init(whole, saved.arguments.get("seed", 0))
     hub = None
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
-        rest = hub = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
-    elif base and saved.host.get("untrained", 0) > 0 and lora is None:
+        rest = hub = open_hub_weights(base, whole, console)  # what was not trained is in no checkpoint of the run
+    elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console)
     saved.check_tensors(console)
     with output.filling() as folder:
@@ -90,8 +99,9 @@ def main() -> None:
             save_adapter(folder, files, saved, saved.tokenizer, console)
         else:
             own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
-            source = part_and_rest(own, rest, names)
-            export(folder, whole, source, saved.tokenizer, form, console, hub.untrained if hub else None)
+            if lora is None and (form.format is None or (form.format == "same" and hub is None)):
+                own = in_dtype(own, base_dtype(config), kept_in_float32(whole))
+            export(folder, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console, hub)
     say(console, f"written to {output}")
 
 

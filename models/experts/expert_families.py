@@ -16,6 +16,9 @@ EXPERTS: dict[str, Callable[[nn.Module], None]] = {
     "LongcatFlashExperts": partial(input_scaling.swap_methods, mixin=expert_loops.SomeIdentity),
 }
 
+# classes of experts that transformers and serving engines load in MXFP4, all of a layer's in one tensor
+MXFP4 = {"GptOssExperts"}  # integrations/mxfp4.py, transformers 5.23
+
 
 def adapt(model: nn.Module) -> None:
     """Make XLA able to run all experts of ``model``. Parameters keep names and shapes, results their values."""

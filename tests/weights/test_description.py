@@ -54,7 +54,7 @@ def base(tmp_path) -> Path:
 @pytest.mark.parametrize("family", KEPT)
 def test_a_bfloat16_export_keeps_in_float32_what_transformers_keeps_and_says_bfloat16(tmp_path, family):
     model = meta_model(tiny_config(family))
-    export(tmp_path, model, thirds(model), form=ExportFormat(dtype=torch.bfloat16))
+    export(tmp_path, model, thirds(model), form=ExportFormat(format="bf16"))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     dtypes = {values.dtype for values in tensors_in(tmp_path).values() if values.is_floating_point()}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")

@@ -138,7 +138,7 @@ def test_weights_can_be_written_in_another_dtype_which_the_config_says(tmp_path)
         tmp_path / "ours",
         meta_model(config),
         opened(tmp_path / "base", config),
-        form=ExportFormat(dtype=torch.bfloat16),
+        form=ExportFormat(format="bf16"),
     )
     assert same(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -22,8 +22,9 @@ from shardwright.model.meta_model import meta_model
 from shardwright.run import train
 from shardwright.scripts import export as export_script
 from shardwright.scripts.measure.tiny import families, tiny_config
-from shardwright.weights.hub_read import WEIGHTS, open_hub_weights
+from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
+from shardwright.weights.weight_files import WEIGHTS
 from shardwright.weights.weight_sources import Source
 from tests.support.hub_models import same, tensors_in
 from tests.support.lives import TINY
@@ -85,7 +86,7 @@ def reads_and_writes(folder: Path, config, names: list[str]) -> None:
     extra = write_base(folder / "base", config, names)
     opened = open_hub_weights(str(folder / "base"), model := meta_model(config))
     assert opened.untrained.keys() == extra.keys()
-    export(folder / "out", model, opened, form=ExportFormat(dtype=torch.bfloat16), untrained=opened.untrained)
+    export(folder / "out", model, opened, form=ExportFormat(format="bf16"), base=opened)
     written = tensors_in(folder / "out")
     for name, values in extra.items():
         assert written[name].dtype == values.dtype
@@ -145,7 +146,7 @@ def test_transformers_own_mtp_model_reads_its_layer_from_an_export_as_from_the_b
     config.save_pretrained(tmp_path / "base")
     opened = open_hub_weights(str(tmp_path / "base"), model := meta_model(config))
     assert opened.untrained.keys() == {name for name in held if name.startswith(f"model.layers.{layers}.")}
-    export(tmp_path / "out", model, opened, untrained=opened.untrained)
+    export(tmp_path / "out", model, opened, base=opened)
     ours, theirs = (
         MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / side)).state_dict()
         for side in ("out", "base")

@@ -1,26 +1,25 @@
 """TrainedModel: the model on the devices, saved, written out, or given other weights."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.checkpoint.read import open_checked, saved_buffers
-from shardwright.files.arrays import Array
 from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.lines import waiting
 from shardwright.weights.adapter_weights import files_of, weights_of
+from shardwright.weights.formats.published import base_dtype
 from shardwright.weights.hub_read import HubWeights
-from shardwright.weights.hub_write import export
+from shardwright.weights.hub_write import export, kept_in_float32
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.peft_files import save_adapter
 from shardwright.weights.place import place_parameters
-from shardwright.weights.weight_sources import Source, part_and_rest
+from shardwright.weights.weight_sources import Source, in_dtype, part_and_rest
 from shardwright.xla.device_mesh import DeviceMesh
 
 
@@ -37,9 +36,9 @@ class TrainedModel:
     console: Console
 
     @property
-    def untrained(self) -> Mapping[str, Array]:
-        """Tensors that the files of the starting weights hold beside the model's own, by name."""
-        return self.base.untrained if isinstance(self.base, HubWeights) else {}
+    def published(self) -> HubWeights | None:
+        """The starting weights, where they are files in the hub's format."""
+        return self.base if isinstance(self.base, HubWeights) else None
 
     def saved(self, state: Tensors) -> Tensors:
         """A checkpoint's tensors: the train step's ``state`` and buffers; no frozen weights under an adapter."""
@@ -48,7 +47,10 @@ class TrainedModel:
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 
     def write(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the weights of ``source``, by default those trained, for `from_pretrained`; an adapter's for PEFT."""
+        """Write the weights of ``source``, by default those trained, for `from_pretrained`; an adapter's for PEFT.
+
+        A model's are in the dtype that its base is published in.
+        """
         folder, facts = folder if hosts().first else UnwrittenFolder(str(folder)), self.job.facts
         source = source or LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
         with waiting(self.console, f"writing {folder} …"):
@@ -56,9 +58,10 @@ class TrainedModel:
                 save_adapter(folder, files_of(self.job), source, self.tokenizer, self.console)
                 return
             # a copy, since a model's config is written with the dtype of its weights
-            whole = part_and_rest(source, self.base, facts.names_in_whole)
             model = copy.deepcopy(facts.whole)
-            export(folder, model, whole, self.tokenizer, console=self.console, untrained=self.untrained)
+            own = in_dtype(source, base_dtype(self.job.config), kept_in_float32(model))
+            whole = part_and_rest(own, self.base, facts.names_in_whole)
+            export(folder, model, whole, self.tokenizer, console=self.console, base=self.published)
 
     def in_checkpoint(self, folder: Folder) -> Source:
         """The weights in a checkpoint of this run; raises UserError if they can't be read, or are another model's."""

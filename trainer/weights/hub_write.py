@@ -19,20 +19,27 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
-from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+from transformers.core_model_loading import WeightRenaming, build_glob_alternation, revert_weight_conversion
 from transformers.trainer_utils import align_special_tokens
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray, keeping_last, whole
+from shardwright.files.arrays import LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.report.bars import byte_bar
-from shardwright.weights.hub_read import INDEX, WEIGHTS, parameter_names
+from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import promise_only
+from shardwright.weights.names import parameter_names
+from shardwright.weights.quantize import SAME, SCHEMES, Quantized, quantize
 from shardwright.weights.tokenizer_files import CONFIG, local_folder, read_all, tokenizer_files, with_code, write_all
+from shardwright.weights.weight_files import INDEX, WEIGHTS
 from shardwright.weights.weight_sources import Source
 
+# formats of an export by name; None: what is quantized in it, quantize.py says
+FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32, **dict.fromkeys([*SCHEMES, SAME])}
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
@@ -44,7 +51,9 @@ class ExportFormat:
     # transformers 5 has them in memory
     key_format: str = "original"
     max_shard_size: str = "5GB"  # of a file; one of a single tensor may be larger
-    dtype: torch.dtype | None = None  # of floating-point tensors; None: the source's
+    # of floating-point tensors, one of FORMATS: a dtype; a quantized format, of linear weights, with bfloat16 for the
+    # rest; same: the base's. None: the source's dtypes
+    format: str | None = None
 
     def __post_init__(self) -> None:
         if self.key_format not in ("original", "new"):
@@ -54,7 +63,31 @@ class ExportFormat:
                 why="names in a checkpoint follow one of two conventions",
                 instead="original (as on the hub) or new (as transformers 5 has them in memory)",
             )
+        if self.format is not None and self.format not in FORMATS:
+            raise UserError(
+                asked=f"format {self.format!r}",
+                found="it is none of the known ones",
+                why="weights are written in formats that loaders read",
+                instead=", ".join(FORMATS),
+            )
+        if self.key_format == "new" and self.asks_base:
+            raise UserError(
+                asked=f"--format {self.format} --key_format new",
+                found="names of transformers 5 in memory",
+                why="quantized checkpoints have the names that the family has on the hub, by which loaders find them",
+                instead="--key_format original; or --format bf16",
+            )
         self.split({})  # refuses a size that can't be read
+
+    @property
+    def asks_base(self) -> bool:
+        """Whether the base's files have a say in it."""
+        return self.format is not None and FORMATS[self.format] is None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of what is not quantized; None: the source's or the base's."""
+        return None if self.format in (None, SAME) else FORMATS[self.format] or torch.bfloat16
 
     def split(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         """File name -> names of its tensors, from the tensors' sizes in bytes."""
@@ -80,11 +113,12 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     form: ExportFormat | None = None,
     console: Console | None = None,
-    untrained: Mapping[str, Array] | None = None,
+    base: HubWeights | None = None,
 ) -> None:
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
 
-    ``untrained``, tensors that the model goes without, are written as they are under their names.
+    ``base`` has the weights that training began with: its tensors that the model goes without are written as they are,
+    and if it is quantized it says which weights are quantized again.
 
     Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
     or the index of several) comes last. Earlier weights there are replaced. ``model`` is plain (unstacked), on meta;
@@ -92,16 +126,17 @@ def export(
     space is left, or the folder can't be written.
     """
     folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
-    tensors, stated = hub_tensors(model, source, form)
-    promise_only(model.config, untrained or ())
-    tensors |= {name: Lazy.of(array) for name, array in (untrained or {}).items() if name not in tensors}
-    dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
+    tensors, stated = hub_tensors(model, source, form, base)
+    promise_only(model.config, base.untrained if base is not None else ())
+    quantized = quantize(form.format, model, tensors, base) if form.format and form.asks_base else None
+    if quantized is not None:
+        tensors = quantized.tensors(tensors)
+    tensors = (_beside(base, quantized) if base is not None else {}) | tensors
     sizes = {name: lazy.like.nbytes for name, lazy in tensors.items()}
-    # wide dtypes first, so that each tensor lies at a multiple of its own width
-    files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
+    files = {file: sorted(names, key=lambda name: _place(tensors[name])) for file, names in form.split(sizes).items()}
     before = [n for n in folder.names() if n in (WEIGHTS, INDEX) or Path(n).match("model-*.safetensors")]
     with byte_bar(console or Console(quiet=True), "writing weights", sum(sizes.values())) as advance:
-        _write_description(folder, model, tokenizer, stated)
+        _write_description(folder, model, tokenizer, stated, quantized.settings if quantized else None)
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # else old files and new ones would look like one checkpoint
         write_files(folder, files, tensors, advance)
@@ -112,9 +147,29 @@ def export(
     for name in before:
         if name not in files and (name != INDEX or WEIGHTS in files):
             folder.remove_file(name)
+    if quantized is not None and console is not None:
+        quantized.report(console)
 
 
-def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> tuple[dict[str, Lazy], torch.dtype]:
+def _beside(base: HubWeights, quantized: Quantized | None) -> dict[str, Lazy]:
+    """The tensors of ``base`` that the model goes without."""
+    if quantized is not None:
+        return quantized.carried(base)
+    return {name: Lazy.of(array) for name, array in base.untrained.items()}
+
+
+def _place(lazy: Lazy) -> tuple[bool, int]:
+    """A key that sorts tensors so that each lies at a multiple of its own width, and most stay beside their neighbours.
+
+    After those of whole 8 bytes come the others, wide dtypes first.
+    """
+    whole_words = lazy.like.nbytes % 8 == 0
+    return not whole_words, 0 if whole_words else -lazy.dtype.itemsize
+
+
+def hub_tensors(
+    model: PreTrainedModel, source: Source, form: ExportFormat, base: HubWeights | None = None
+) -> tuple[dict[str, Lazy], torch.dtype]:
     """The hub's name -> values of a checkpoint of ``model``, and the dtype that its config states; nothing is read yet.
 
     What transformers keeps in float32, such as the biases of routers, is not cast, and says nothing of the dtype.
@@ -131,20 +186,35 @@ def hub_tensors(model: PreTrainedModel, source: Source, form: ExportFormat) -> t
 
     def leaf(name: str) -> Lazy:
         array = source(name)
-        return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]))
+        return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]), name)
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
-    kept = _kept_in_float32(model)
+    kept = kept_in_float32(model)
     cast = {name: lazy for name, lazy in tensors.items() if not kept(name)}
-    if form.dtype is not None:
-        cast = {n: lazy.to(form.dtype) if lazy.dtype.is_floating_point else lazy for n, lazy in cast.items()}
-    # the dtype that holds all of these: frozen weights may be stored in a narrower one
-    widest = max((each.dtype for each in cast.values()), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    for name, lazy in cast.items():
+        wanted = base(name).dtype if base is not None and form.format == SAME else form.dtype
+        if wanted is not None and lazy.dtype.is_floating_point:
+            cast[name] = lazy.to(wanted)
+    # the dtype that holds all of these matrices: frozen ones may be stored in a narrower one, and norms in a wider
+    matrices = [each.dtype for each in cast.values() if len(each.shape) > 1] or [each.dtype for each in cast.values()]
+    widest = max(matrices, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     tensors |= cast
-    return revert_weight_conversion(model, tensors) if form.key_format == "original" else tensors, widest
+    return _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors, widest
 
 
-def _kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
+def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
+    """``tensors`` under the names and in the shapes of the hub; experts that ``base`` holds in one tensor stay in it."""
+    fused, experts = {}, experts_modules(model)
+    for own, group in (base.groups if base is not None else {}).items():
+        if own.rpartition(".")[0] in experts and own in tensors and isinstance(group.transform, WeightRenaming):
+            fused[own] = group.members[0][1]
+    rest = revert_weight_conversion(model, {own: each for own, each in tensors.items() if own not in fused})
+    if fused and base is not None and rest.keys() <= base.tensors.keys():
+        return rest | {name: tensors[own] for own, name in fused.items()}
+    return revert_weight_conversion(model, tensors)
+
+
+def kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
     """Whether transformers loads a parameter of ``model`` in float32 where the others are narrower."""
     # semi-private: transformers/modeling_utils.py, transformers 5.23
     names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
@@ -174,17 +244,27 @@ def write_files(
 
 
 def _write_description(
-    folder: Folder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
+    folder: Folder,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    quantization: Mapping[str, Any] | None,
 ) -> None:
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
     base, generation = config.name_or_path, model.generation_config
-    for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)  # these weights are plain
+    parts = (config.get_text_config(), config)
+    there = next((part for part in parts if getattr(part, "quantization_config", None)), config)
+    for part in parts:
+        vars(part).pop("quantization_config", None)
+    if quantization is not None:  # else these weights are plain
+        there.quantization_config = dict(quantization)
     with tempfile.TemporaryDirectory() as scratch:  # transformers writes on a disk alone
         if model.can_generate():
             with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
-                generation = GenerationConfig.from_pretrained(base, local_files_only=True) if base else generation
+                if base:
+                    repository, revision = split(base)
+                    generation = GenerationConfig.from_pretrained(repository, revision=revision, local_files_only=True)
             model.generation_config = generation
         if tokenizer is not None:
             align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation

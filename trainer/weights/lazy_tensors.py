@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map_only  # semi-private: torch/utils/_pytree.py, torch 2.9
+from torch.utils._pytree import tree_leaves, tree_map_only  # semi-private: torch/utils/_pytree.py, torch 2.9
 
 from shardwright.files.arrays import Array, Slices
 
@@ -28,17 +28,21 @@ class Lazy:
     """A lazy tensor, which torch's functions and methods take for a tensor.
 
     ``like`` is a meta tensor of its shape and dtype, and ``array`` has the values of a leaf; None: an expression.
+    ``names`` are those of the leaves in it that have one.
     """
 
-    def __init__(self, like: torch.Tensor, fill: Fill, array: Array | None = None) -> None:
-        self.like, self.fill, self.array = like, fill, array
+    def __init__(
+        self, like: torch.Tensor, fill: Fill, array: Array | None = None, names: frozenset[str] = frozenset()
+    ) -> None:
+        self.like, self.fill, self.array, self.names = like, fill, array, names
         self.shape, self.dtype = like.shape, like.dtype
 
     @classmethod
-    def of(cls, array: Array) -> Lazy:
+    def of(cls, array: Array, name: str | None = None) -> Lazy:
         """A leaf with the values of ``array``."""
         like = torch.empty(tuple(array.shape), dtype=array.dtype, device="meta")
-        return cls(like, lambda where, out: out.copy_(array[where]), array)
+        names = frozenset() if name is None else frozenset([name])
+        return cls(like, lambda where, out: out.copy_(array[where]), array, names)
 
     def read(self, where: Slices | None = None) -> torch.Tensor:
         """The values at ``where``, slices of step 1, on the host; by default the whole."""
@@ -60,13 +64,15 @@ class Lazy:
         several = isinstance(like, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in like)
         if not (several or isinstance(like, torch.Tensor)):
             return like  # a size or a flag
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Lazy)]
+        names = frozenset().union(*(each.names for each in inputs))
         name = getattr(function, "__name__", "")
         if name in ("contiguous", "clone", "detach"):
             return args[0]
         if name in ("split", "chunk"):
             return _split(like, *args, **kwargs)
         if name in MOVES:
-            return cls(like, functools.partial(_move, MOVES[name], args, kwargs))
+            return cls(like, functools.partial(_move, MOVES[name], args, kwargs), names=names)
 
         @functools.cache  # as long as the expression lives
         def computed() -> Sequence[torch.Tensor]:
@@ -78,7 +84,7 @@ class Lazy:
             out.copy_(computed()[index][where])
 
         parts = like if several else [like]
-        found = tuple(cls(part, functools.partial(fill, index)) for index, part in enumerate(parts))
+        found = tuple(cls(part, functools.partial(fill, index), names=names) for index, part in enumerate(parts))
         return found if several else found[0]
 
     def __getattr__(self, name: str) -> Any:

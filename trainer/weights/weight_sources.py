@@ -7,13 +7,14 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array
+from shardwright.files.arrays import Array, LazyArray
 from shardwright.model.meta_model import built_with, model_path
 
 # the model's own (unstacked) name of a parameter or buffer -> its values
@@ -109,6 +110,18 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
     """A source of a whole model, from its part's and the rest's; ``names``: a part's name -> the whole's."""
     own = {full: name for name, full in names.items()}
     return lambda name: part(own[name]) if name in own else rest(name)
+
+
+def in_dtype(source: Source, dtype: torch.dtype | None, kept: Callable[[str], Any]) -> Source:
+    """``source`` with floating-point values in ``dtype``, if that is given, but for the names that are ``kept``."""
+
+    def cast(name: str) -> Array:
+        array = source(name)
+        if dtype is None or kept(name) or not array.dtype.is_floating_point:
+            return array
+        return LazyArray(tuple(array.shape), dtype, lambda where: array[where].to(dtype))
+
+    return cast
 
 
 def means_weights(model: str | None, from_scratch: bool) -> bool:

@@ -13,6 +13,7 @@ from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
 from shardwright.weights.formats.published import plain
+from shardwright.weights.weight_files import INDEX
 from tests.support import quantized
 from tests.support.hub_models import config_of, save_theirs
 
@@ -81,7 +82,7 @@ def in_files(folder, tensors):
     where = {name: f"model-{2 if 'layers.1.' in name else 1}.safetensors" for name in tensors}
     for file in set(where.values()):
         save_file({name: tensor for name, tensor in tensors.items() if where[name] == file}, folder / file)
-    (folder / hub_read.INDEX).write_text(json.dumps({"weight_map": where}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
 
 
 def test_a_method_that_is_not_read_is_named_beside_its_tensors(tmp_path):

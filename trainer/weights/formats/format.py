@@ -19,6 +19,8 @@ _PIECE = 1 << 19  # elements that are dequantized at a time, so that a read take
 Parts = Mapping[str, Array]
 # values of a config.json's quantization_config
 Settings = Mapping[str, Any]
+# (a weight's values, settings, the tensors that hold it in the base, or none) -> end of the name -> tensor, codes first
+Encode = Callable[[torch.Tensor, Settings, Parts], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Format:
 
     ``decode`` maps them to an array of the weight, of which reading a slice reads only that slice's blocks; before, it
     reads no more than the parts that say a shape or an order. It raises ValueError, with the reason, for parts that do
-    not go together. ``holds`` tells parts of this format from those of another with the same names.
+    not go together. ``holds`` tells parts of this format from those of another with the same names. ``encode``
+    makes such tensors (formats/encode.py).
     """
 
     title: str  # as a run's first lines name it
@@ -38,6 +41,7 @@ class Format:
     plain: str = ".weight"
     optional: tuple[str, ...] = ()  # ends of names that a weight may have beside
     unread: tuple[str, ...] = ()  # ends of names that may be there, and on which the values do not depend
+    encode: Encode | None = None  # None: it is read, and not written
 
 
 def shape_error(name: str, array: Array, wanted: str) -> ValueError:

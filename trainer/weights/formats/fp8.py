@@ -5,10 +5,14 @@ kernel.py, `weight_dequant`); despite the name a weight is its code times this s
 `weight_scale` of compressed-tensors, ModelOpt and FBGEMM. Activations' scales serve inference alone.
 """
 
+from functools import partial
+
 import torch
 
 from shardwright.files.arrays import Array
+from shardwright.weights.formats.encode import fp8_blocks
 from shardwright.weights.formats.format import (
+    Encode,
     Format,
     Parts,
     Settings,
@@ -39,7 +43,7 @@ def _decode(codes: Array, scales: Array, settings: Settings) -> Array:
     return scaled(codes, scales, blocks)
 
 
-def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight") -> Format:
+def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight", encode: Encode | None = None) -> Format:
     def holds(parts: Parts) -> bool:
         number = parts[scale].dtype.is_floating_point or parts[scale].dtype == torch.uint8
         return parts[main].dtype in CODES and number
@@ -52,12 +56,13 @@ def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight") 
         decode=lambda parts, settings: _decode(parts[main], parts[scale], settings),
         plain=plain,
         unread=(".activation_scale", ".input_scale_ub"),
+        encode=encode,
     )
 
 
-BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks")
+BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks", encode=partial(fp8_blocks, ".weight_scale_inv"))
 ROWS = _fp8(".weight_scale", "FP8")
-SCALE = _fp8(".scale", "FP8 in blocks")  # DeepSeek-V4's name of the same
+SCALE = _fp8(".scale", "FP8 in blocks", encode=partial(fp8_blocks, ".scale"))  # DeepSeek-V4's name of the same
 FUSED = [
     _fp8(f"{name}_scale_inv", "FP8 in blocks", name, name) for name in (".gate_up_proj", ".down_proj")
 ]  # transformers' own saves of fused experts

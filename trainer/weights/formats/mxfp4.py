@@ -8,6 +8,7 @@ rows of blocks, `X_blocks` [experts, out, blocks, 16] and `X_scales`; compressed
 import torch
 
 from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.weights.formats.encode import mxfp4_experts
 from shardwright.weights.formats.format import (
     Format,
     Parts,
@@ -78,6 +79,7 @@ GPT_OSS = Format(
     holds=lambda parts: {part.dtype for part in parts.values()} == {torch.uint8},
     decode=_gpt_oss,
     plain="",
+    encode=mxfp4_experts,
 )
 # transformers 5.23 saves a gpt-oss that it has dequantized under the quantized names, and reads no such folder itself
 GPT_OSS_SAVED = Format(

@@ -5,7 +5,7 @@ quantization_config tells what they can't: the size of a block, the order of pac
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from shardwright.files.arrays import Array
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
-from shardwright.weights.formats.format import Format, Parts, Settings
+from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
 
 _LISTED = 4  # names in a message
 # the first that holds a weight's tensors is its format
@@ -71,10 +71,13 @@ class Published:
         return list(self.packed[name].parts.values()) if name in self.packed else [self.tensors[name]]
 
 
-def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
+def plain(
+    tensors: Mapping[str, Array], settings: Settings | None, beside: Callable[[str], bool] = lambda name: False
+) -> Published:
     """``tensors`` by the files' names, dequantized; ``settings``: the config's quantization_config.
 
-    Raises FormatError where the parts of a weight are missing or do not go together.
+    ``beside`` tells the names that no model needs: such tensors stay as they are where they can't be dequantized. Else
+    raises FormatError where the parts of a weight are missing or do not go together.
     """
     settings = settings or {}
     found = _packed(tensors)
@@ -82,7 +85,7 @@ def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
     unread = {weight.stem + tail for weight in found.values() for tail in weight.form.unread} & tensors.keys()
     if found or settings:
         unread |= {name for name in tensors if name.endswith(_SERVING)}
-    _check_left(tensors, used | unread)
+    _check_left({name: array for name, array in tensors.items() if not beside(name)}, used | unread)
     _check_transforms(settings, sorted(used))
     values = {name: array for name, array in tensors.items() if name not in used | unread}
     for name, weight in found.items():
@@ -92,9 +95,16 @@ def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
         try:
             values[name] = weight.form.decode(weight.parts, settings)
         except Exception as error:  # settings and parts are the user's: of any shape, kind and value
+            if beside(name):
+                values |= {part: tensors[part] for part in parts}
+                continue
             text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise FormatError(f"{name} in {weight.form.title}: {text}", parts) from error
-    return Published(values, {name: weight for name, weight in found.items() if weight.form.title}, frozenset(unread))
+    return Published(
+        values,
+        {name: weight for name, weight in found.items() if weight.form.title and name in values},
+        frozenset(unread),
+    )
 
 
 def quantization_settings(config: PretrainedConfig) -> Settings:
@@ -104,6 +114,14 @@ def quantization_settings(config: PretrainedConfig) -> Settings:
         if settings:
             return settings if isinstance(settings, Mapping) else dict(settings.to_dict())
     return {}
+
+
+def base_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The dtype of the weights that a model of ``config`` is published with, once dequantized; None: it says none."""
+    if quantization_settings(config):
+        return DEQUANTIZED
+    stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return getattr(torch, stated) if isinstance(stated, str) else stated
 
 
 def _packed(tensors: Mapping[str, Array]) -> dict[str, PackedWeight]:

@@ -1,0 +1,123 @@
+"""Weights into the formats in which they are published: one weight in, the tensors that hold it out.
+
+Each function is a format's ``encode``: of the weight's values, the config's quantization_config, and the tensors in
+which the base holds the same weight (empty: there is none, and the format's usual dtypes are taken). On meta it
+computes nothing and tells shapes and dtypes. A shape that the format can't hold raises ValueError with the reason.
+"""
+
+import torch
+from torch.nn import functional
+
+from shardwright.weights.formats.format import Parts, Settings
+
+# Halfway points between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of a 4-bit float (E2M1). A value that lies on one
+# goes to the even code, so those below an even one are the float32 before.
+_LARGEST_E2M1 = 6.0
+_HALFWAY = [0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0]
+_GROUP = 32  # weights with one scale, in MXFP4 always
+_INT4 = 8  # codes are -8 to 7
+
+
+def fp8_blocks(scale: str, values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
+    """8-bit floats ``.weight`` [rows, columns], and ``scale`` [blocks of rows, blocks of columns]; the last may be cut.
+
+    As DeepSeek-V3's are made (https://github.com/deepseek-ai/DeepSeek-V3, inference/kernel.py): a block's largest
+    magnitude becomes the largest code. The scale is a power of two where the config or the base's dtype says so.
+    """
+    if values.dim() != 2:
+        raise ValueError(f"it has {values.dim()} dimensions, and blocks are of rows and columns")
+    rows, columns = settings.get("weight_block_size") or (128, 128)
+    dtype = like[".weight"].dtype if like else torch.float8_e4m3fn
+    kept = like[scale].dtype if like else torch.float32
+    largest_code = torch.finfo(dtype).max
+    height, width = values.shape
+    padded = functional.pad(values.to(torch.float32), (0, -width % columns, 0, -height % rows))
+    blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    scales = blocks.abs().amax((1, 3)) / largest_code
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales)).clamp_min(2.0**-126)
+    if settings.get("scale_fmt") == "ue8m0" or kept in (torch.uint8, torch.float8_e8m0fnu):
+        scales = _power_above(scales)
+    stored = scales if kept.itemsize > 1 else _exponents(scales)
+    stored = stored.to(kept) if kept.itemsize > 1 else stored.view(kept)
+    used = stored.to(torch.float32) if kept.itemsize > 1 else scales  # what a reader multiplies by
+    codes = (blocks / used[:, None, :, None]).clamp(-largest_code, largest_code).to(dtype)
+    return {".weight": codes.reshape(padded.shape)[:height, :width].contiguous(), scale: stored}
+
+
+def mxfp4_experts(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
+    """4-bit floats of experts [experts, in, out]: ``_blocks`` [experts, out, in / 32, 16] and exponents, ``_scales``.
+
+    As gpt-oss has them, and as its own tools make them (https://github.com/triton-lang/triton, triton_kernels,
+    numerics_details/mxfp.py): the scale is the smallest power of two that clips nothing. The OCP microscaling formats
+    say what the codes are (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
+    """
+    if values.dim() != 3 or values.shape[1] % _GROUP:
+        raise ValueError(f"its shape is {list(values.shape)}, where [experts, inputs in groups of {_GROUP}, outputs]")
+    count, inputs, outputs = values.shape
+    blocks = torch.empty(count, outputs, inputs // _GROUP, _GROUP // 2, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(count, outputs, inputs // _GROUP, dtype=torch.uint8, device=values.device)
+    if not values.is_meta:
+        for expert in range(count):  # float32 of all of them would be several times the weight
+            groups = values[expert].T.to(torch.float32).contiguous().reshape(outputs, -1, _GROUP)
+            blocks[expert], scales[expert] = _e2m1(groups)
+    return {"_blocks": blocks, "_scales": scales}
+
+
+def int4_packed(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
+    """4-bit integers, eight in an int32, and a scale for each group of a row, as compressed-tensors packs them.
+
+    ``.weight_packed`` [rows, columns / 8] with code + 8 from the lowest bits up, ``.weight_scale`` [rows, groups] and
+    ``.weight_shape`` (https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized). A group's scale
+    is its largest magnitude / 7.5, as that package's symmetric observer has it.
+    """
+    size = _int4_group(settings)
+    if values.dim() != 2 or values.shape[1] % size:
+        raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {size}]")
+    rows, columns = values.shape
+    kept = like[".weight_scale"].dtype if like else torch.bfloat16
+    numbers = like[".weight_shape"].dtype if like else torch.int64
+    groups = values.to(torch.float32).reshape(rows, -1, size)
+    scales = groups.abs().amax(-1) / (_INT4 - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales)).clamp_min(2.0**-126).to(kept)
+    codes = (groups / scales.to(torch.float32)[..., None]).round().clamp(-_INT4, _INT4 - 1).to(torch.int32) + _INT4
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
+    # no two codes share a bit, so their sum is their union; the last one's highest bit is the sign
+    packed = (codes.reshape(rows, columns // 8, 8) << shifts).sum(-1, dtype=torch.int32)
+    shape = torch.tensor([rows, columns], dtype=numbers, device=values.device)
+    return {".weight_packed": packed, ".weight_scale": scales, ".weight_shape": shape}
+
+
+def _int4_group(settings: Settings) -> int:
+    """The columns with one scale; raises ValueError where the config says another layout than this one."""
+    groups = [group["weights"] for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
+    said = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
+    if len(groups) != 1:
+        raise ValueError(f"{len(groups)} groups of weights in the config, where one is written")
+    for name, wanted in said.items():
+        if groups[0].get(name, wanted) != wanted:
+            raise ValueError(f"{name} is {groups[0][name]!r} in the config, where {wanted!r} is written")
+    size = int(groups[0]["group_size"])
+    if size % 8:
+        raise ValueError(f"group_size is {size} in the config, where a multiple of 8 is written")
+    return size
+
+
+def _power_above(scales: torch.Tensor) -> torch.Tensor:
+    """The smallest powers of two that are no smaller."""
+    mantissa, exponent = torch.frexp(scales)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
+def _exponents(powers: torch.Tensor) -> torch.Tensor:
+    """Powers of two as bytes: their exponents + 127 (E8M0)."""
+    return (torch.frexp(powers).exponent + 126).clamp(0, 254).to(torch.uint8)
+
+
+def _e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of ``groups`` [.., 32], two in a byte [.., 16], the first in its low half; and their scales' bytes [..]."""
+    largest = groups.abs().amax(-1)
+    scales = torch.where(largest > 0, largest / _LARGEST_E2M1, torch.ones_like(largest)).clamp_min(2.0**-126)
+    scales = _power_above(scales)
+    codes = torch.bucketize((groups / scales[..., None]).abs(), torch.tensor(_HALFWAY), out_int32=True).to(torch.uint8)
+    codes |= (groups < 0).to(torch.uint8) << 3
+    return codes[..., 0::2] | codes[..., 1::2] << 4, _exponents(scales)

@@ -1,0 +1,317 @@
+"""An export's weights, quantized again: which, in what format, and how far the result is from them.
+
+A weight is read once, when the first of its tensors is written. One that is still what the base's tensors say keeps
+them, bit for bit: what was not trained comes out as it was published.
+"""
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from transformers import PreTrainedModel
+
+# semi-private: transformers/core_model_loading.py, transformers 5.23
+from transformers.core_model_loading import dot_natural_key
+
+from shardwright.errors import UserError
+from shardwright.files.arrays import LazyArray, Slices, whole
+from shardwright.layout.auto import layers_list
+from shardwright.layout.plan_checks import collapse
+from shardwright.layout.roles import Roles
+from shardwright.models.experts.expert_families import MXFP4, experts_modules
+from shardwright.report.lines import say
+from shardwright.weights.formats import fp8, integers, mxfp4
+from shardwright.weights.formats.format import DEQUANTIZED, Format
+from shardwright.weights.formats.published import PackedWeight, quantization_settings
+from shardwright.weights.hub_read import HubWeights
+from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.names import first_names
+
+SAME = "same"
+_BLOCK, _GROUP = 128, 32
+_FEW, _FLAT = 64, 16  # a projection to few numbers, and how many times longer its other side is, stays as it is
+_PLAIN = "--format bf16"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A format to quantize to, where the base has no say."""
+
+    form: Format
+    settings: Callable[[list[str]], dict[str, Any]]  # the quantization_config, from the modules that are left out
+    fused: bool = False  # it holds all experts of a layer together, and these alone
+    # whether a loader reads a weight of this shape that the format can hold
+    is_read: Callable[[Sequence[int]], bool] = lambda shape: True
+
+
+def _fp8_settings(left_out: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [_BLOCK, _BLOCK],
+        "modules_to_not_convert": left_out,
+    }
+
+
+def _mxfp4_settings(left_out: list[str]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+
+
+def _int4_settings(left_out: list[str]) -> dict[str, Any]:
+    """As Kimi-K2.5's, but for the names of what is left out."""
+    weights: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": _GROUP,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": left_out,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def _in_equal_blocks(shape: Sequence[int]) -> bool:
+    """Whether transformers dequantizes a weight rightly: it takes blocks for equally large (Fp8Dequantize, 5.23)."""
+    return all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
+
+
+SCHEMES = {
+    "fp8": Scheme(fp8.BLOCKS, _fp8_settings, is_read=_in_equal_blocks),
+    "mxfp4": Scheme(mxfp4.GPT_OSS, _mxfp4_settings, fused=True),
+    "int4": Scheme(integers.PACKED, _int4_settings),
+}
+
+
+_UNWRITTEN = f"it is read, and {', '.join(SCHEMES)} alone are written", f"--format fp8, int4; or {_PLAIN}"
+
+
+@dataclass
+class Quantized:
+    """An export's tensors, some of them quantized."""
+
+    asked: str
+    settings: Mapping[str, Any]  # the quantization_config
+    forms: Mapping[str, Format]  # plain name -> format of each weight that is quantized
+    published: Mapping[str, PackedWeight]  # plain name -> the base's tensors of a weight
+    errors: dict[str, float] = field(default_factory=dict)  # plain name -> relative error, once it is written
+    kept: list[str] = field(default_factory=list)  # those whose tensors are the base's
+    unread: Sequence[str] = ()  # linear weights that are not quantized, since no loader would read them
+
+    def tensors(self, plain: Mapping[str, Lazy]) -> dict[str, Lazy]:
+        """``plain`` with the tensors of its format in the place of each weight that is quantized.
+
+        Raises UserError if a format can't hold a weight; nothing is read.
+        """
+        found: dict[str, Lazy] = {}
+        for name, lazy in plain.items():
+            found |= self._parts(name, lazy) if name in self.forms else {name: lazy}
+        return found
+
+    def carried(self, base: HubWeights) -> dict[str, Lazy]:
+        """The base's tensors beside the model's own, as they are in its files where this export has that format."""
+        forms, found = set(self.forms.values()), dict(base.untrained)
+        for name, weight in self.published.items():
+            if name in found and weight.form in forms:
+                del found[name]
+                found |= {weight.stem + tail: part for tail, part in weight.parts.items()}
+        return {name: Lazy.of(array) for name, array in found.items()}
+
+    def _parts(self, name: str, lazy: Lazy) -> dict[str, Lazy]:
+        form, weight = self.forms[name], self.published.get(name)
+        base = weight if weight is not None and weight.form is form else None
+        try:
+            made = self._encode(form, lazy.like, base)
+            if base is not None:
+                _check_alike(made, base)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # settings are the user's too
+            why = f"{form.title} is written as its loaders read it"
+            raise _refused(self.asked, f"{name}: {error}", why) from error
+        # tensors are written once each: the first takes the weight, and leaves the others' values, which are small
+        held: dict[str, torch.Tensor] = {}
+        weight_of = [lazy]
+
+        def read(tail: str, where: Slices) -> torch.Tensor:
+            if weight_of:
+                held.update(self._encoded(name, weight_of.pop(), form, base))
+            return held.pop(tail)[where]
+
+        stem = name.removesuffix(form.plain)
+        return {
+            stem + tail: Lazy.of(LazyArray(tuple(like.shape), like.dtype, partial(read, tail)))
+            for tail, like in made.items()
+        }
+
+    def _encode(self, form: Format, values: torch.Tensor, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
+        assert form.encode is not None  # else it is refused beforehand
+        return form.encode(values, self.settings, base.parts if base is not None else {})
+
+    def _encoded(self, name: str, lazy: Lazy, form: Format, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
+        """The tensors of a weight, decoded again to tell their error; UserError for a value that is no number."""
+        values = lazy.read()
+        if not torch.isfinite(values).all():
+            why = "no scale fits them, and every weight of their block would be lost"
+            instead = f"an earlier checkpoint; or {_PLAIN}, which writes them as they are"
+            raise _refused(self.asked, f"{name} with values that are infinite or no numbers", why, instead)
+        if base is not None and torch.equal(whole(form.decode(base.parts, self.settings)), values.to(DEQUANTIZED)):
+            self.kept.append(name)
+            return {tail: whole(part) for tail, part in base.parts.items()}
+        parts = self._encode(form, values, base)
+        back, values = whole(form.decode(parts, self.settings)).to(torch.float32), values.to(torch.float32)
+        self.errors[name] = float((back - values).norm() / values.norm().clamp_min(torch.finfo(torch.float32).tiny))
+        return parts
+
+    def report(self, console: Console) -> None:
+        """Print the error of each kind of module, and how many weights kept the base's tensors."""
+        kinds = defaultdict(list)
+        for name, error in self.errors.items():
+            kinds[re.sub(r"^.*?\*\.", "", collapse(name)).removesuffix(".weight")].append(error)
+        titles = ", ".join(sorted({form.title for form in self.forms.values()}))
+        say(console, f"quantized: {len(self.forms):,} weights in {titles}; the rest stay as they are")
+        if self.kept:
+            say(console, f"           {len(self.kept):,} of them were not trained, and are the base's bit for bit")
+        if self.unread:
+            why = "sides that no blocks of equal size fill, which transformers can't read"
+            say(
+                console,
+                f"           {len(self.unread):,} linear weights stay bfloat16 ({why}): {first_names(self.unread)}",
+            )
+        if not kinds:
+            return
+        table = Table("module", "weights", "median", "worst", box=None, header_style="bold", pad_edge=False)
+        table.title, table.title_justify = "error of the weights read back, ‖difference‖ / ‖weight‖", "left"
+        for kind, errors in sorted(kinds.items()):
+            cells = (kind, f"{len(errors):,}", f"{statistics.median(errors):.2%}", f"{max(errors):.2%}")
+            table.add_row(*map(Text, cells))
+        console.print(table)
+
+
+def quantize(
+    asked: str, model: PreTrainedModel, tensors: Mapping[str, Lazy], base: HubWeights | None
+) -> Quantized | None:
+    """Choose what of an export's plain ``tensors`` is quantized, and how; None: nothing is, as in the base.
+
+    ``asked``: a name in :data:`SCHEMES`, or ``same``: the base's own. Where the base is quantized it says which weights
+    are; else they are the linear ones in the decoder's layers without routers and projections to few numbers. Raises
+    UserError for a format that is not written, or that no loader reads of such a model.
+    """
+    settings, untrained = quantization_settings(model.config), base.untrained if base is not None else {}
+    packed = base.published.packed if base is not None else {}
+    own = {name: weight.form for name, weight in packed.items() if name not in untrained}
+    if absent := [name for name in own if name not in tensors]:
+        why = "what is quantized there can't be found here"
+        raise _refused(asked, f"a base that holds {len(absent)} weights under other names: {first_names(absent)}", why)
+    if asked == SAME and base is not None and (titles := base.formats.keys() - {w.form.title for w in packed.values()}):
+        raise _refused(asked, f"a base in {', '.join(sorted(titles))}", *_UNWRITTEN)
+    if asked == SAME and not own:
+        if settings and base is None:
+            why = "its files say which weights are quantized, and how"
+            raise _refused(
+                SAME, "a base that is quantized, and that is gone", why, f"the base in its place; or {_PLAIN}"
+            )
+        return None
+    scheme = SCHEMES.get(asked)
+    if scheme is None or (own and all(form is scheme.form for form in own.values())):
+        _check_written(asked, own, base)
+        return Quantized(asked, settings, own, packed)
+    linear = _chosen(asked, scheme, model, tensors, own)
+    # engines join a module's projections, and so want all of them in one format
+    mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
+    chosen = [name for name in linear if _around(name) not in mixed]
+    beside = {**tensors, **{name: Lazy.of(array) for name, array in untrained.items()}}
+    left = {name for name, lazy in beside.items() if lazy.like.dim() == 2 and name.endswith(".weight")} - set(chosen)
+    head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    left_out = sorted(head | {name.removesuffix(".weight") for name in left}, key=dot_natural_key)
+    forms = dict.fromkeys(chosen, scheme.form)
+    unread = [name for name in linear if name not in forms]
+    if not chosen:
+        found = f"no linear weight that loaders read in it in the layers of a {type(model).__name__}"
+        raise _refused(asked, found, "nothing would be quantized")
+    return Quantized(asked, scheme.settings(left_out), forms, packed, unread=unread)
+
+
+def _around(name: str) -> str:
+    """The module around the module that a weight belongs to."""
+    return ".".join(name.split(".")[:-2])
+
+
+def _check_written(asked: str, own: Mapping[str, Format], base: HubWeights | None) -> None:
+    """Raises UserError unless the base's formats can be written, and nothing in its files would be lost by it."""
+    if unwritten := {form.title for form in own.values() if form.encode is None}:
+        raise _refused(asked, f"a base in {', '.join(sorted(unwritten))}", *_UNWRITTEN)
+    if base is not None and (unread := base.published.unread):
+        found = f"scales in the base that were measured on its activations: {first_names(unread)}"
+        raise _refused(asked, found, "they are wrong for other weights", f"--format fp8; or {_PLAIN}")
+
+
+def _chosen(
+    asked: str, scheme: Scheme, model: PreTrainedModel, tensors: Mapping[str, Lazy], own: Collection[str]
+) -> list[str]:
+    """The names of what is quantized; ``own``: of what is in the base. Raises UserError if no loader reads it."""
+    linear = set(own) or set(_linear(model, tensors))
+    fused = [name for name in tensors if name in linear and not name.endswith(".weight")]
+    kinds = {
+        type(model.get_submodule(own.rpartition(".")[0])).__name__ for name in fused for own in tensors[name].names
+    }
+    as_published = bool(kinds) and kinds <= MXFP4
+    if scheme.fused:
+        if not as_published:
+            found, why = f"a {type(model).__name__}", "transformers and engines read it of gpt-oss's experts alone"
+            raise _refused(asked, found, why, f"--format fp8; or {_PLAIN}")
+        return fused
+    if fused:
+        found = f"experts that the hub holds in one tensor: {first_names(fused)}"
+        others = "--format mxfp4; or " if as_published else ""
+        raise _refused(asked, found, "loaders read it of the weights of single modules", others + _PLAIN)
+    return [name for name in tensors if name in linear]
+
+
+def _linear(model: PreTrainedModel, tensors: Mapping[str, Lazy]) -> Iterator[str]:
+    """The names of linear weights, and of those of experts, in the decoder's layers, but for routers and the like."""
+    experts, layers = experts_modules(model), f"{layers_list(model)}."
+    routers = Roles(model, experts).routers
+
+    def is_linear(own: str) -> bool:
+        owner = own.rpartition(".")[0]
+        return owner in experts or (type(model.get_submodule(owner)) is nn.Linear and owner not in routers)
+
+    for name, lazy in tensors.items():
+        sides = sorted(lazy.shape[-2:])
+        flat = len(sides) < 2 or (sides[0] <= _FEW and sides[1] >= _FLAT * sides[0])
+        matrix = len(lazy.shape) == 3 or name.endswith(".weight")
+        if matrix and not flat and lazy.names and all(own.startswith(layers) and is_linear(own) for own in lazy.names):
+            yield name
+
+
+def _check_alike(made: Mapping[str, torch.Tensor], base: PackedWeight) -> None:
+    """Raises ValueError unless tensors have the shapes and dtypes of the base's."""
+    for tail, like in made.items():
+        there = base.parts[tail]
+        if tuple(like.shape) != tuple(there.shape) or like.dtype != there.dtype:
+            ours, theirs = (f"{list(each.shape)} in {each.dtype}" for each in (like, there))
+            raise ValueError(f"{base.stem + tail} is {theirs} in the base, and would be {ours}")
+
+
+def _refused(asked: str, found: str, why: str, instead: str = _PLAIN) -> UserError:
+    return UserError(asked=f"--format {asked}", found=found, why=why, instead=instead)
