@@ -36,7 +36,7 @@ class Repository:
 class ModelHub(ThreadingHTTPServer):
     """Serves ``repositories``; an id in ``refused`` is answered by the error of that name.
 
-    ``asked`` are the files of which contents were served. From byte ``limit`` of a file on it refuses.
+    ``asked`` are the files of which contents were served, ``served`` their bytes. Beyond byte ``limit`` it refuses.
     """
 
     daemon_threads = True
@@ -46,6 +46,7 @@ class ModelHub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.refused: dict[str, str] = {}
         self.asked: list[str] = []
+        self.served = 0
         self.limit = 1 << 40
 
     @property
@@ -87,15 +88,18 @@ class _Requests(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _file(self, path: str, data: bytes, commit: str) -> None:
-        """The content from the byte on that a Range header names, cut off at the hub's limit."""
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        """The content between the bytes that a Range header names; none of a file beyond the hub's limit."""
+        asked = self.headers.get("Range", "bytes=0-").removeprefix("bytes=")
+        start, last = (int(place) if place else len(data) - 1 for place in asked.split("-"))
+        last = min(last, len(data) - 1)
         if self.command == "GET":
             self.server.asked.append(path)
-            if len(data) > self.server.limit:
+            if last >= self.server.limit:
                 return self._error(403, "")
+            self.server.served += last + 1 - start
         headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"}
-        headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        self._reply(206 if start else 200, data[start:], headers)
+        headers |= {"Content-Range": f"bytes {start}-{last}/{len(data)}"} if asked != "0-" else {}
+        self._reply(206 if asked != "0-" else 200, data[start : last + 1], headers)
 
     def _error(self, status: int, code: str, commit: str = "") -> None:
         self._reply(status, b"{}", {"X-Error-Code": code} | ({"X-Repo-Commit": commit} if commit else {}))

@@ -13,6 +13,7 @@ from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights.preflight import contents
 from tests.support.hub_models import config_of, save_theirs
+from tests.support.model_hub import model_hub
 
 
 @pytest.fixture
@@ -49,6 +50,31 @@ def test_what_would_be_refused_is_said_by_the_error_of_a_run(published):
     assert rows == []
     assert refused is not None
     assert "codes without their scales: model.layers.0.mlp.down_proj.weight" in refused.found
+
+
+def test_of_a_hub_id_the_headers_alone_are_fetched(published, tmp_path):
+    here, _ = contents(str(published), meta_model(load_config(str(published), UNMADE)))
+    with model_hub(tmp_path / "cache") as hub:
+        hub.new("someone/small").commit(published)
+        config = load_config("someone/small", UNMADE)
+        hub.asked.clear()
+        before = hub.served
+        rows, refused = contents("someone/small", meta_model(config))
+    assert refused is None
+    assert rows == here
+    file = published / "model.safetensors"
+    assert set(hub.asked) == {file.name}
+    assert hub.served - before == 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def test_a_repository_whose_weights_have_no_headers_is_told(published, tmp_path):
+    torch.save(load_file(published / "model.safetensors"), published / "pytorch_model.bin")
+    (published / "model.safetensors").unlink()
+    with model_hub(tmp_path / "cache") as hub:
+        hub.new("someone/small").commit(published)
+        _, refused = contents("someone/small", meta_model(load_config("someone/small", UNMADE)))
+    assert refused is not None
+    assert refused.found == "its weights are pytorch_model.bin"
 
 
 def test_a_config_alone_has_no_tensors(published):

@@ -26,6 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
@@ -79,7 +80,8 @@ class HubWeights:
             for name, lazy in self._convert(first, group).items():
                 found[name], self.group_of[name] = lazy.like, group
         self._check(found)
-        self._check_tied()
+        if not any(isinstance(file, RemoteFile) for file in files):  # which has no values here
+            self._check_tied()
 
     @property
     def total_bytes(self) -> int:
@@ -242,6 +244,9 @@ def open_hub_weights(name: str, model: PreTrainedModel, console: Console | None 
     Raises UserError if there are none, or :class:`HubWeights` refuses them.
     """
     console = console or Console(quiet=True)
+    if not os.path.exists(name) and not is_hub_name(name):
+        why = "what looks like a path must lie here"
+        raise refused(name, f"no folder {name}", why, "the folder of the weights, or a hub id")
     folder = Path(name) if os.path.exists(name) else fetched(name, console)
     found = HubWeights(name, files_in(name, folder), model)
     if found.prefixes:

@@ -203,7 +203,7 @@ def hub_tensors(
 
 
 def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
-    """``tensors`` under the names and in the shapes of the hub; experts that ``base`` holds in one tensor stay in it."""
+    """``tensors`` under the hub's names and in its shapes; experts that ``base`` holds in one tensor stay in it."""
     fused, experts = {}, experts_modules(model)
     for own, group in (base.groups if base is not None else {}).items():
         if own.rpartition(".")[0] in experts and own in tensors and isinstance(group.transform, WeightRenaming):

@@ -88,6 +88,7 @@ def plain(
     _check_left({name: array for name, array in tensors.items() if not beside(name)}, used | unread)
     _check_transforms(settings, sorted(used))
     values = {name: array for name, array in tensors.items() if name not in used | unread}
+    as_stored = set()
     for name, weight in found.items():
         parts = [weight.stem + tail for tail in weight.parts]
         if name in values:
@@ -97,14 +98,12 @@ def plain(
         except Exception as error:  # settings and parts are the user's: of any shape, kind and value
             if beside(name):
                 values |= {part: tensors[part] for part in parts}
+                as_stored.add(name)
                 continue
             text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise FormatError(f"{name} in {weight.form.title}: {text}", parts) from error
-    return Published(
-        values,
-        {name: weight for name, weight in found.items() if weight.form.title and name in values},
-        frozenset(unread),
-    )
+    packed = {name: weight for name, weight in found.items() if weight.form.title and name not in as_stored}
+    return Published(values, packed, frozenset(unread))
 
 
 def quantization_settings(config: PretrainedConfig) -> Settings:
