@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from shardwright.model.lora_options import adapted_shapes
+from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.models.adapters.lora import Lora
 
 _MERGE = "export.py --merge makes a plain model"

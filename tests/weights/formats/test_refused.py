@@ -104,7 +104,7 @@ def test_layers_in_several_formats_and_some_in_none_are_read(tmp_path):
     schemes = {"layers.0.*proj": MXFP4, "layers.1.mlp": NVFP4, "layers.1.*proj": quantized.fp8_rows}
     expected = quantized.quantize(tmp_path, schemes)
     weights = hub_read.open_hub_weights(str(tmp_path), meta_model(config))
-    assert weights.said == "FP8 (4 tensors), NVFP4 (3 tensors), MXFP4 (7 tensors), dequantized to bfloat16"
+    assert weights.said == "NVFP4 (3 tensors), FP8 (4 tensors), MXFP4 (7 tensors), dequantized to bfloat16"
     for name, values in expected.items():
         assert torch.equal(weights(name)[tuple(slice(0, size) for size in values.shape)], values), name
 
