@@ -19,8 +19,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
+from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.model.facts import facts_of
-from shardwright.model.lora_options import adapted_shapes
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.input_scaling import ScaledExperts
 from shardwright.weights.hub_write import export
