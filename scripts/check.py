@@ -54,8 +54,8 @@ def main() -> None:
     if arguments.no_slices:
         return
     table = Table("training", *(f"{part}" for part in ("generation", "smallest slice", "chips", "a chip holds")))
-    for title, options in (("all weights", {}), (f"LoRA of rank {LORA_R}", {"lora_r": LORA_R})):
-        args = TrainingArguments(recipe=AUTO, model=arguments.model, num_train_epochs=1, **options)
+    for title, lora_r in (("all weights", None), (f"LoRA of rank {LORA_R}", LORA_R)):
+        args = TrainingArguments(recipe=AUTO, model=arguments.model, num_train_epochs=1, lora_r=lora_r)
         with waiting(console, f"planning {title} …"):
             found = list(smallest_slices(facts, args))
         for chip, fit in found:

@@ -67,8 +67,8 @@ class HubWeights:
         self.asked, self.model, self.mtp = asked, model, mtp.layer_names(model)
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
-        stored = {name: (array, file) for file in files for name, array in self._open(file).items()}
-        stored, self.prefixes = self._without_prefixes(stored)
+        opened = {name: (array, file) for file in files for name, array in self._open(file).items()}
+        stored, self.prefixes = self._without_prefixes(opened)
         self.published = self._dequantized(stored)
         self.tensors = self.published.tensors
         self.formats.update(weight.form.title for weight in self.published.packed.values())
@@ -169,7 +169,7 @@ class HubWeights:
             groups.setdefault(name, Group(transform)).members.append((pattern or key, tensor))
         return groups
 
-    def _set_aside(self) -> dict[str, LazyArray]:
+    def _set_aside(self) -> dict[str, Array]:
         """Takes the groups out that no parameter needs and none misses: MTP layers, what its family says to ignore.
 
         Of MTP layers that are trained those are copies of other weights, and are not kept.
