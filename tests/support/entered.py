@@ -44,7 +44,7 @@ def entered() -> Iterator[Functions]:
     found, profile = (
         Functions(),
         cProfile.Profile(subcalls=False, builtins=False),
-    )  # in C: a tracer takes four times as long
+    )  # in C: a tracer is slow
     jax.clear_caches()
     facts._known.clear()
     for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.models.")]:
