@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwright.models.adapters.packings.packing import Map, Packing, Part, Weight
+from shardwright.models.adapters.packings.packing import Map, Packing, Part, Weight, split
 
 _GROUP = 64
 
@@ -53,16 +53,18 @@ class FourBits(Packing):
         self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
     ) -> Tensor:
         half = self._group(weight) // 2
-        groups = apart(codes.unflatten(-2, (-1, half))).unsqueeze(-3).to(torch.int32)
-        places = 4 * torch.arange(2, dtype=torch.int32, device=codes.device).reshape(2, 1, 1)
-        numbers = self.numbers(groups >> places & 15)
+        groups = apart(codes.unflatten(-2, (-1, half))).unsqueeze(-3).to(torch.float32)
+        # in bfloat16, or the compiler would write both to memory in float32
+        high, low = (apart(part.to(torch.bfloat16)) for part in split(groups, 16))
+        is_high = torch.arange(2, device=codes.device).reshape(2, 1, 1) > 0
+        numbers = self.numbers(torch.where(is_high, high, low).to(torch.float32))
         scale = self.factors(scale).unflatten(-2, (numbers.shape[-4], -1)).unsqueeze(-2)
         found = apart((numbers * scale).to(dtype)).flatten(-4, -2)
         return found if weight.inputs == -2 else found.transpose(-1, -2)
 
     @abstractmethod
     def numbers(self, codes: Tensor) -> Tensor:
-        """The number of each code, int32 in 0..15, in float32."""
+        """The number of each code, 0 … 15 in float32, in float32."""
 
     def factors(self, scale: Tensor) -> Tensor:
         """Stored scales as factors, in float32."""

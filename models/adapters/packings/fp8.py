@@ -10,11 +10,22 @@ import math
 import torch
 from torch import Tensor
 
-from shardwright.models.adapters.packings.packing import Map, Packing, Weight, divided, largest, spread
+from shardwright.models.adapters.packings.packing import (
+    Map,
+    Packing,
+    Weight,
+    chosen,
+    divided,
+    largest,
+    signed,
+    split,
+    spread,
+)
 
 _BLOCK = 128
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
+_STEPS = [2.0 ** (max(exponent, 1) - 10) for exponent in range(16)]  # between numbers of an exponent
 
 
 class _Fp8(Packing):
@@ -66,8 +77,8 @@ class Fp8Rows(_Fp8):
 
 def _numbers(codes: Tensor) -> Tensor:
     """The number of each byte, in float32; there is no NaN among them."""
-    # by integers: torch_xla can't take bits for another dtype
-    bits = codes.to(torch.int32)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    size = torch.where(exponent == 0, mantissa, mantissa + 8) << (exponent - 1).clamp(min=0)
-    return torch.where(bits < 128, size, -size).to(torch.float32) * 2.0**-9
+    # by arithmetic: torch_xla can't take bits for another dtype
+    negative, size = signed(codes.to(torch.float32), 128)
+    exponent, mantissa = split(size, 8)
+    size = torch.where(exponent >= 1, mantissa + 8, mantissa) * chosen(exponent, _STEPS)
+    return torch.where(negative, -size, size)

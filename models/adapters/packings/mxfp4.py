@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwright.models.adapters.packings.four_bits import FourBits
-from shardwright.models.adapters.packings.packing import Weight, chosen, divided, largest
+from shardwright.models.adapters.packings.packing import Weight, chosen, divided, largest, signed, split
 
 _LARGEST = 6.0
 _BIAS = 127  # of the scales' exponents (e8m0)
@@ -39,13 +39,12 @@ class Mxfp4(FourBits):
         return codes | inside.signbit().to(torch.uint8) * _SIGN, (exponent + _BIAS).to(torch.uint8)
 
     def numbers(self, codes: Tensor) -> Tensor:
-        size = codes & (_SIGN - 1)
-        # in halves: 0, 1, 2, 3, 4, 6, 8, 12
-        twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
-        return torch.where(codes < _SIGN, twice, -twice).to(torch.float32) * 0.5
+        negative, size = signed(codes, _SIGN)
+        size = torch.where(size < 4, size * 0.5, torch.where(size < 6, size - 2, 2 * size - 8))
+        return torch.where(negative, -size, size)
 
     def factors(self, scale: Tensor) -> Tensor:
         # torch_xla can't take bits for another dtype, and an exponential need not be exact
-        exponent = scale.to(torch.int32)
-        low = (1 << (exponent & 15)).to(torch.float32) * 2.0**-7
-        return chosen(exponent >> 4, [2.0 ** (16 * high + 7 - _BIAS) for high in range(16)]) * low
+        high, low = split(scale.to(torch.float32), 16)
+        steps = chosen(high, [2.0 ** (16 * n + 7 - _BIAS) for n in range(16)])
+        return steps * chosen(low, [2.0 ** (n - 7) for n in range(16)])

@@ -147,12 +147,27 @@ def spread(scale: Tensor, times: int, dim: int, size: int) -> Tensor:
     return whole.flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
+# Codes are taken apart as float32 numbers, and compared with Python's integers: torch_xla makes powers and divisions of
+# shifts, and compares integers, or float32 with a Python float, in 64 bits. A TPU takes long for all of these.
+def split(number: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """``number`` // ``step`` and the rest, for whole numbers in float32 and a power of two."""
+    high = torch.floor(number * (1 / step))
+    return high, number - high * step
+
+
+def signed(number: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """Whether the bit ``sign``, the highest, is set in ``number``, a whole one in float32; and the rest."""
+    negative = number >= sign
+    return negative, torch.where(negative, number - sign, number)
+
+
 def chosen(number: Tensor, table: Sequence[float]) -> Tensor:
-    """``table[number]`` in float32, for a table of 2^n; bit by bit, since a TPU's gather would take far longer."""
+    """``table[number]``, for whole numbers in float32 and a table of 2^n; a TPU's gather would take far longer."""
     left: list[Any] = list(table)
-    for bit in (1 << n for n in range(len(left).bit_length() - 1)):
-        is_set = (number & bit) != 0
-        left = [torch.where(is_set, high, low) for low, high in zip(left[::2], left[1::2], strict=True)]
+    while len(left) > 1:
+        half = len(left) // 2
+        upper, number = signed(number, half)
+        left = [torch.where(upper, high, low) for low, high in zip(left[:half], left[half:], strict=True)]
     found: Tensor = left[0]
     return found
 
