@@ -6,10 +6,14 @@ import io
 import json
 import warnings
 
+import compressed_tensors
 import pytest
 import torch
+from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from packaging.version import Version
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -33,7 +37,7 @@ from shardwright.model.meta_model import meta_model
 from shardwright.scripts import export as export_script
 from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.weights import hub_read
-from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts
+from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed
 from shardwright.weights.formats.published import plain
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.quantize import SCHEMES
@@ -45,13 +49,13 @@ from tests.support.checkpoints import host
 from tests.support.fuzz import checkpoints
 from tests.support.hub_models import config_of, same, save_theirs, tensors_in
 
-INT4 = SCHEMES["int4"].settings([])
+INT4 = SCHEMES["int4"][0].settings([])
 TOKENS = torch.arange(24).reshape(2, 12)
 # transformers' own way to a plain model
 LOADERS = {
     "fp8": FineGrainedFP8Config(dequantize=True),
     "mxfp4": Mxfp4Config(dequantize=True),
-    "int4": CompressedTensorsConfig(dequantize=True),
+    "compressed-tensors": CompressedTensorsConfig(dequantize=True),
 }
 
 
@@ -142,6 +146,19 @@ def test_mxfp4_experts_have_the_nearest_codes_and_are_read_as_transformers_reads
     assert torch.equal(convert_moe_packed_tensors(again["_blocks"], again["_scales"]), read)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 96), (7, 32)])
+def test_mxfp4_bytes_of_one_weight_are_unpacked_by_compressed_tensors_to_what_is_read(rows, columns):
+    torch.manual_seed(0)
+    weight = (torch.randn(rows, columns) * torch.logspace(-3, 2, rows).unsqueeze(1)).to(torch.bfloat16)
+    parts = mxfp4_packed(weight, {}, {})
+    codes = unpack_fp4_from_uint8(parts[".weight_packed"], rows, columns, torch.float32)
+    factors = decompress_mx_scale(parts[".weight_scale"]).float().repeat_interleave(32, 1)
+    read = whole(plain({f"a{tail}": part for tail, part in parts.items()}, {}).tensors["a.weight"])
+    assert torch.equal(read, (codes * factors).to(torch.bfloat16))
+    experts = {f"a{tail}": part for tail, part in mxfp4_experts(weight.T.unsqueeze(0), {}, {}).items()}
+    assert torch.equal(whole(plain(experts, {}).tensors["a"])[0].T, read)
+
+
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("rows", [64, 7])
 def test_int4_words_are_those_that_compressed_tensors_packs_with_these_scales(rows, group):
@@ -168,6 +185,9 @@ def test_int4_words_are_those_that_compressed_tensors_packs_with_these_scales(ro
 # ---- a folder ----
 
 WIDE = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 300, "head_dim": 32}
+DECOMPRESSES_MXFP4 = pytest.mark.skipif(
+    Version(compressed_tensors.__version__) < Version("0.20"), reason="this compressed-tensors packs MXFP4 alone"
+)
 SLOW = {"deepseek_v3", "qwen3_5_moe_text"}  # to load
 FOLDERS = [
     ("llama", "fp8", WIDE),
@@ -175,6 +195,7 @@ FOLDERS = [
     ("deepseek_v3", "fp8", {}),
     ("qwen3_5_moe_text", "fp8", {}),
     ("gpt_oss", "mxfp4", {}),
+    pytest.param("qwen3_moe", "mxfp4", {"num_hidden_layers": 2}, marks=DECOMPRESSES_MXFP4),
     ("llama", "int4", {"num_hidden_layers": 2}),
     ("qwen3_moe", "int4", {"num_hidden_layers": 2}),
 ]
@@ -191,7 +212,7 @@ def test_transformers_own_loader_computes_the_logits_of_what_was_written(tmp_pat
     packed = again.published.packed
     assert f"quantized: {len(packed):,} weights" in shown
     assert not [name for name in packed if any(part in name for part in ("norm", "router", "embed", "lm_head"))]
-    theirs = plain_model(tmp_path / "out", quantization_config=LOADERS[format])
+    theirs = plain_model(tmp_path / "out", quantization_config=LOADERS[written["quantization_config"]["quant_method"]])
     for name, parameter in theirs.named_parameters():
         assert torch.equal(whole(again(name)).to(parameter.dtype), parameter), name
     exported(tmp_path / "plain", again, format="bf16")
@@ -334,8 +355,12 @@ def not_a_number(folder):
 
 
 REFUSED = {
-    "mxfp4 of a dense model": (base_of("llama"), "mxfp4", "a LlamaForCausalLM"),
-    "mxfp4 of experts one by one": (base_of("qwen3_moe"), "mxfp4", "a Qwen3MoeForCausalLM"),
+    "mxfp4 of 48 columns": (
+        base_of("llama", intermediate_size=48),
+        "mxfp4",
+        r"down_proj\.weight: its shape is \[64, 48\]",
+    ),
+    "mxfp4 of experts that no loader reads in it": (base_of("llama4_text"), "mxfp4", "the hub holds in one tensor"),
     "fp8 of fused experts": (
         base_of("gpt_oss"),
         "fp8",
