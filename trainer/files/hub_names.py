@@ -20,7 +20,7 @@ def split(name: str) -> tuple[str, str | None]:
 
 def is_hub_name(name: str) -> bool:
     """Whether ``name`` can only be a repository's: nothing of that name lies here, and it does not look like a path."""
-    return not os.path.exists(name) and _NAME.fullmatch(name) is not None and not name.endswith(".json")
+    return not os.path.exists(name) and _NAME.fullmatch(name) is not None and not name.endswith((".json", ".gguf"))
 
 
 def pinned(name: str, asked: str | None = None) -> str:
