@@ -111,11 +111,11 @@ def _unknown_type(model: str, values: Mapping[str, Any]) -> UserError:
     wrote = str(values.get("transformers_version", ""))[:20]
     if re.match(r"\d+\.\d+", wrote) and _release(wrote) > _release(installed):
         instead = f"transformers {wrote}, which wrote this config and knows it"
-    own = [name for name in values.get("architectures") or () if isinstance(name, str)]
-    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
-    known = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    if same := next((name for name in own if name in known), None):
-        instead += f"; or, since its architecture is {same}, a copy of its files with model_type {known[same]!r}"
+    own = values.get("architectures") or ()
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23; a class's own type comes first
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    if same := next(((kind, name) for kind, name in known if name in own), None):
+        instead += f"; or, since its architecture is {same[1]}, a copy of its files with model_type {same[0]!r}"
     return UserError(
         asked=f"model {model}",
         found=found + " is never run",
