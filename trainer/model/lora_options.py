@@ -131,7 +131,7 @@ def described(lora: Lora, adapted: PreTrainedModel) -> str:
     more += f"dropout {lora.dropout:g}, " if lora.dropout else ""
     own = {name for name, _ in (*lora.ranks, *lora.alphas)}
     others = f" ({len(own)} of them with a rank or alpha of their own)" if own else ""
-    also = f", and {len(lora.whole)} parameters trained whole" if lora.whole else ""
+    also = f", and {', '.join(lora.whole[:3])}{', …' * (len(lora.whole) > 3)} trained whole" if lora.whole else ""
     beside = f"beside {len(lora.targets)} weights{others}{also}"
     return f"{kind} of rank {lora.r}, {more}alpha {lora.alpha:g}, {beside}: {size:,} parameters"
 
