@@ -30,6 +30,7 @@ AUTO = "auto"
 # options of a run that change what a device holds, and those of its length
 _RUN: dict[str, type] = {"lora_r": int, "max_steps": int, "warmup_steps": float}
 _RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "optimizer_dtype", "optim"), str)
+_RUN |= dict.fromkeys(("rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"), str)
 
 
 def main() -> None:

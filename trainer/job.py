@@ -83,7 +83,7 @@ class Job:
                 f"or --per_device_train_batch_size {devices // math.gcd(rows * length, devices)} times as large",
             )
         if self.lora is not None:
-            lora_options.check_use(self.adapted, self.unused[0], self.args)
+            lora_options.check_use(self.lora, self.adapted, self.unused[0], self.args)
 
     @property
     def config(self) -> PretrainedConfig:

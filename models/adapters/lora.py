@@ -138,18 +138,26 @@ class _LoraLinear(nn.Module):
         y, given = super().forward(x), x
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        added = F.linear(F.linear(x, this.weight_lora_A), this.weight_lora_B)
-        if self.started:
-            added = added - F.linear(F.linear(x, this.weight_lora_A0), this.weight_lora_B0)
-        added = added * this.weight_lora_scale[0]
+        added = self._product(x, A, B)
+        if self.started:  # a part of the weight, so it is not dropped
+            if x is given:
+                added = added - self._product(x, A0, B0)  # together first: they begin equal
+            else:
+                y = y - self._product(given, A0, B0)
         if not self.dora:
             return y + added
         if x is given:
             base, rest = (y, 0.0) if this.bias is None else (y - this.bias, this.bias)
         else:  # as PEFT: what M changes of the weight's own product is seen through the dropout too
             base = F.linear(x, this.weight)
+            base = base - self._product(x, A0, B0) if self.started else base
             rest = y - base
         return ((base + added) / _row_lengths(this)).to(y.dtype) * this.weight_lora_M + rest
+
+    def _product(self, x: Tensor, first: str, second: str) -> Tensor:
+        this: Any = self
+        low = F.linear(x, getattr(this, "weight" + first))
+        return F.linear(low, getattr(this, "weight" + second)) * this.weight_lora_scale[0]
 
 
 @torch.no_grad()

@@ -43,7 +43,8 @@ class TrainedModel:
 
     def saved(self, state: Tensors) -> Tensors:
         """A checkpoint's tensors: the train step's ``state`` and buffers; no frozen weights under an adapter."""
-        left_out = self.job.untrained - own_parameters(self.model).keys() if self.job.lora is not None else frozenset()
+        adapted = self.job.lora is not None
+        left_out = self.job.untrained - own_parameters(self.job.assembled).keys() if adapted else frozenset()
         everything = {**state, **saved_buffers(self.model)}
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 

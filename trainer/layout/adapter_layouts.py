@@ -34,8 +34,8 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
         columns = len(plan[base].shape) - 1
         shared, long = (columns - transposed, columns) if suffix in (A, A0) else (columns - 1 + transposed, columns - 1)
         layout = _factor_layout(plan, plan[base], shared, shape, long)
-        made = {"name": name, "pattern": plan[base].pattern + suffix, "shape": shape, "dtype": dtype, "layout": layout}
-        entries.append(replace(plan[base], **made, trained=parameter.requires_grad))
+        like = replace(plan[base], name=name, pattern=plan[base].pattern + suffix, shape=shape)
+        entries.append(replace(like, dtype=dtype, layout=layout, trained=parameter.requires_grad))
     return replace(plan, parameters=tuple(entries))
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.files.folder import Folder
 from shardwright.layout.adapter_layouts import with_factors, with_packed
 from shardwright.layout.plan import ShardingPlan, make_plan
@@ -134,14 +134,14 @@ def stored_said(facts: ModelFacts, plan: ShardingPlan, args: TrainingArguments) 
 
 def described(lora: Lora, adapted: PreTrainedModel) -> str:
     """The adapter in a line: rank, alpha, number of adapted weights, number of parameters."""
-    size = sum(parameter.numel() for parameter in own_parameters(adapted).values())
+    size = sum(parameter.numel() for parameter in own_parameters(adapted).values() if parameter.requires_grad)
     kind = "DoRA" if lora.dora else "LoRA"
     more = "rank-stabilised, " if lora.rslora else ""
     more += f"started as {lora.start}, " if lora.start else ""
     more += f"dropout {lora.dropout:g}, " if lora.dropout else ""
     own = {name for name, _ in (*lora.ranks, *lora.alphas)}
     others = f" ({len(own)} of them with a rank or alpha of their own)" if own else ""
-    also = f", and {len(lora.whole)} parameters trained whole" if lora.whole else ""
+    also = f", and {', '.join(lora.whole[:3])}{', …' * (len(lora.whole) > 3)} trained whole" if lora.whole else ""
     beside = f"beside {len(lora.targets)} weights{others}{also}"
     return f"{kind} of rank {lora.r}, {more}alpha {lora.alpha:g}, {beside}: {size:,} parameters"
 
@@ -160,14 +160,21 @@ def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
             )
 
 
-def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
-    """Refuse options that change the weights under an adapter, and adapters of ``unused`` parameters."""
+def check_use(lora: Lora, adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
+    """Refuse options that ``lora`` does not go with, and adapters of ``unused`` parameters."""
     if args.router_bias_update_rate:
         raise UserError(
             asked=f"--router_bias_update_rate {args.router_bias_update_rate} with an adapter",
             found="biases of the routers, which belong to the frozen model",
             why="the adapter would be saved without them",
             instead="--router_bias_update_rate 0, the default",
+        )
+    if lora.whole and args.adapter and args.entry.reference:
+        raise UserError(
+            asked=f"--objective {args.objective} from --adapter {args.adapter}",
+            found=f"{lora.whole[0]} in it, trained whole",
+            why="the loss compares with the model under the adapter, whose weight is not kept beside the trained one",
+            instead=f"--model with the merged adapter ({command('export')} --merge), and a new one",
         )
     idle = [name for name, p in own_parameters(adapted).items() if name in unused and p.requires_grad]
     if idle:

@@ -27,7 +27,8 @@ AUTO = "auto"
 _COUNTED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "packing", "isolate_documents"),
     *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
-    *("optim", "optim_args"),
+    *("optim", "optim_args", "adapter", "rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"),
+    *("lora_dropout", "use_dora", "init_lora_weights"),
 )
 
 
