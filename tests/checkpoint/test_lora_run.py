@@ -46,13 +46,14 @@ def runs(tmp_path_factory):
     AutoModelForCausalLM.from_config(MixtralConfig(**TINY)).save_pretrained(root / "base")
     common = ["--recipe", "mixtral_ep", "--model", root / "base", "--dataset", root / "text", "--max_eval_rows", 16]
     common += ["--sequence_length", 16, "--warmup_steps", 1, "--learning_rate", 1e-2, "--save_steps", 2]
+    unrolled = ["--max_steps", 1, "--compute", "scan=False,remat=none"]
     rank = ["--lora_r", 4, "--lora_alpha", 8]
     with Lives() as lives:
         for name, more in {
             "whole": [*rank, "--max_steps", 4],
             "rest": [*rank, "--max_steps", 4, "--resume_from_checkpoint", root / "whole" / "checkpoint-2"],
-            "next": ["--adapter", root / "whole" / "model", "--max_steps", 1],
-            "int8": ["--adapter", root / "whole" / "model", "--max_steps", 1, "--base_dtype", "int8"],
+            "next": ["--adapter", root / "whole" / "model", *unrolled],
+            "int8": ["--adapter", root / "whole" / "model", *unrolled, "--base_dtype", "int8"],
         }.items():
             lives.start(root / f"{name}.log", *common, *more, "--output_dir", root / name)
             assert lives.wait() == 0, (root / f"{name}.log").read_text()

@@ -41,10 +41,8 @@ class Functions:
 @contextmanager
 def entered() -> Iterator[Functions]:
     """Notes the functions that are entered inside; what was traced or tried before is forgotten, or is missing."""
-    found, profile = (
-        Functions(),
-        cProfile.Profile(subcalls=False, builtins=False),
-    )  # in C: a tracer is slow
+    found = Functions()
+    profile = cProfile.Profile(subcalls=False, builtins=False)  # in C; a tracer in Python takes longer
     jax.clear_caches()
     facts._known.clear()
     for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.models.")]:
