@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,9 @@ def save(folder: Path, files: AdapterFiles, console: Console | None = None) -> N
     save_adapter(Folder(str(folder)), files, values.__getitem__, None, console or Console(quiet=True))
 
 
-def written(folder: Path) -> Iterator[str]:
-    """Writes all; yields what is written."""
-    for family in FAMILIES:
+def written(folder: Path, families: Iterable[str] = FAMILIES) -> Iterator[str]:
+    """Writes them; yields what is written."""
+    for family in families:
         small = Small(family)
         small.export(folder / family / "model")
         yield family

@@ -3,7 +3,7 @@
 Run by a Python that has vLLM (its wheel, on a machine without a GPU; no kernel is called), on what
 ``python -m tests.serving.models FOLDER`` wrote:
 
-    VLLM_TARGET_DEVICE=cpu python tests/serving/record_vllm.py FOLDER > tests/serving/vllm.json
+    python tests/serving/record_vllm.py FOLDER > tests/serving/vllm.json
 
 A tensor is found again by its value: each is filled with a number of its own, loaded, and looked for in the parameters
 of vLLM's model; then random values say whether it lies there as it is. Adapters go through vLLM's LoRA manager, and the
@@ -50,7 +50,7 @@ def build(folder: Path, **options: Any) -> tuple[Any, Any]:
     """vLLM's config and model of the export in ``folder``, without weights."""
     args = EngineArgs(
         str(folder), dtype="float32", max_model_len=64, skip_tokenizer_init=True, enforce_eager=True,
-        enable_lora=True, max_lora_rank=8, **options,
+        **({"enable_lora": True, "max_lora_rank": 8} | options),
     )  # fmt: skip
     config = args.create_engine_config()
     with set_current_vllm_config(config):

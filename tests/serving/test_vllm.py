@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from safetensors import safe_open
 
 from shardwright.models.adapters.lora import Lora
 from shardwright.weights.serving_engines import engine_notes
-from tests.serving.models import ADAPTERS, FAMILIES, Small, save
+from tests.serving.models import ADAPTERS, FAMILIES, Small, save, written
 from tests.support.paths import ROOT
 
 _FILE = json.loads(Path(__file__).with_name("vllm.json").read_text())
@@ -158,6 +160,22 @@ def test_half_of_an_expert_and_rank_stabilised_factors_are_spoken_of(tmp_path):
     whole = {"model": files.model, "whole": files.whole, "per_expert": True}
     notes = list(engine_notes(Lora(16, 32.0, True, down), **whole))
     assert len(notes) == 2
-    assert "wants factors of all of an expert's weights" in notes[0]
+    assert "refuses experts' factors where one of an expert's weights has none" in notes[0]
     assert "SGLang 0.5.23 passes over use_rslora: it adds 4 times too little" in notes[1]
     assert list(engine_notes(files.lora, **whole)) == []
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is to name a Python that has vLLM")
+def test_vllm_itself_does_what_was_recorded_and_gives_transformers_logits(tmp_path):
+    families = ("llama", "mixtral")
+    for _ in written(tmp_path, families):
+        pass
+
+    def run(script: str) -> str:
+        words = [os.environ["VLLM_PYTHON"], str(ROOT / "tests/serving" / script), str(tmp_path), *families]
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=900).stdout
+
+    assert json.loads(run("record_vllm.py"))["families"] == {family: RECORDED[family] for family in families}
+    differences = [float(line.split()[-1]) for line in run("logits_vllm.py").splitlines()]
+    assert len(differences) == 2
+    assert max(differences) < 1e-5

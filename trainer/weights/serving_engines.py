@@ -31,16 +31,18 @@ def engine_notes(lora: Lora, model: PreTrainedModel, whole: PreTrainedModel, *, 
     known = table["vLLM"]["architectures"].get(architecture, {})
     experts = Counter(name.rpartition(".")[0] for name in lora.targets if len(shapes[name]) == 3)
     form = "per_expert" if per_expert else "peft"
-    if known and experts and form not in known["experts"]:
-        read = " or ".join(f"--adapter_format {each}" for each in known["experts"])
+    formats = known.get("experts", [form])
+    if experts and form not in formats:
+        read = " or ".join(f"--adapter_format {each}" for each in formats)
         mend = f"it reads {read}" if read else f"{table['vLLM']['flags']}, or {_MERGE}"
         yield f"{vllm} {known['otherwise']} the experts' factors of a {architecture} in this format: {mend}"
     elif known and any(count == 1 for count in experts.values()):
-        yield f"{vllm} wants factors of all of an expert's weights, and stops at some: {_MERGE}"
+        yield f"{vllm} refuses experts' factors where one of an expert's weights has none: {_MERGE}"
     head = model.get_output_embeddings()
     if not known.get("head", True) and any(model.get_submodule(n.rpartition(".")[0]) is head for n in lora.targets):
         yield f"{vllm} refuses factors of the head of a {architecture}: {_MERGE}"
     if experts and not per_expert:
-        yield f"{sglang} does not read factors of fused experts: --adapter_format per_expert, or {_MERGE}"
+        read = "--adapter_format per_expert, where the hub calls them gate_proj, up_proj and down_proj"
+        yield f"{sglang} does not read factors of fused experts: {read}; or {_MERGE}"
     if lora.rslora and lora.r > 1:
         yield f"{sglang} passes over use_rslora: it adds {lora.r**0.5:.3g} times too little; {_MERGE}"
