@@ -45,7 +45,7 @@ _APART = MtpFormat(
     )
 )
 FORMATS: Mapping[str, MtpFormat] = {"deepseek_v3": _NUMBERED, "glm4_moe": _NUMBERED, "qwen3_next": _APART}  # model_type
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_COPIES = ("embed_tokens.", "shared_head.head.")
 
 
 class MtpLayer(nn.Module):
@@ -137,8 +137,8 @@ def own_name(tensor: str, layers: Sequence[str], config: PretrainedConfig) -> st
 
 
 def is_copy(tensor: str, layers: Sequence[str]) -> bool:
-    """Whether the hub's ``tensor`` is an MTP layer's copy of the embedding or the head."""
-    return any(tensor == f"{layer}.{copy}" for layer in layers for copy in _COPIES)
+    """Whether the hub's ``tensor`` is of an MTP layer's copy of the embedding or the head, its scale included."""
+    return any(tensor.startswith(f"{layer}.{copy}") for layer in layers for copy in _COPIES)
 
 
 def as_published(tensors: Mapping[str, Value], model: PreTrainedModel) -> dict[str, Value]:
@@ -152,7 +152,9 @@ def as_published(tensors: Mapping[str, Value], model: PreTrainedModel) -> dict[s
     first, *_ = own = [f"{names[id(owner)]}.weight" for owner in owners]
     for layer in layers if known.copies else ():
         # a head that is tied to the embedding is in no file
-        found |= {f"{layer}.{copy}": tensors.get(name, tensors[first]) for copy, name in zip(_COPIES, own, strict=True)}
+        found |= {
+            f"{layer}.{copy}weight": tensors.get(name, tensors[first]) for copy, name in zip(_COPIES, own, strict=True)
+        }
     return found
 
 
