@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -16,6 +15,7 @@ from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
 from shardwright.weights.formats.published import plain
 from tests.support.hub_models import config_of, save_theirs
+from tests.support.slices import assert_every_slice
 
 SETTINGS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 PER_TENSOR = {"quant_method": "fp8", "weight_block_size": None}
@@ -44,11 +44,7 @@ def test_blocks_of_any_shape_and_every_slice_of_them(rows, columns, scale_dtype)
     if rows % 128 == columns % 128 == 0:
         theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
         assert torch.equal(expected, theirs)
-    assert values.dtype == torch.bfloat16
-    assert torch.equal(whole(values), expected)
-    cuts = [sorted({0, 1, size // 2, size // 2 + 1, size}) for size in (rows, columns)]
-    for (top, bottom), (left, right) in itertools.product(*(itertools.combinations(cut, 2) for cut in cuts)):
-        assert torch.equal(values[slice(top, bottom), slice(left, right)], expected[top:bottom, left:right])
+    assert_every_slice(values, expected)
 
 
 ONE_SCALE = {
@@ -67,6 +63,28 @@ def test_one_scale_or_one_a_row(shape, tail, settings):
     factors = scales.reshape(-1, 1) if scales.numel() > 1 else scales
     assert list(values) == ["a.weight"]
     assert torch.equal(whole(values["a.weight"]), (codes.float() * factors).to(torch.bfloat16))
+
+
+OF_16 = {"config_groups": {"group_0": {"weights": {"group_size": 16}}}}
+GROUPS = {"MXFP8": (96, 32, {}), "groups of 16 columns": (40, 16, OF_16)}
+
+
+@pytest.mark.parametrize(("columns", "group", "settings"), GROUPS.values(), ids=GROUPS)
+def test_a_scale_for_each_group_of_columns(columns, group, settings):
+    codes, exponents = random_codes(6, columns), torch.randint(110, 130, (6, -(-columns // group)), dtype=torch.uint8)
+    factors = (exponents.float() - 127).exp2().repeat_interleave(group, 1)[:, :columns]
+    values = plain({"a.weight": codes, "a.weight_scale": exponents}, settings).tensors["a.weight"]
+    assert_every_slice(values, (codes.float() * factors).to(torch.bfloat16))
+
+
+def test_fused_experts_as_transformers_saves_them():
+    codes, scales = random_codes(3, 130, 64), torch.rand(3, 2, 1) + 0.5
+    parts = {"_scale_inv": scales, "_activation_scale": torch.ones(3)}
+    tensors = {f"experts.gate_up_proj{tail}": part for tail, part in parts.items()}
+    found = plain(tensors | {"experts.gate_up_proj": codes}, SETTINGS)
+    expected = torch.stack([by_hand(*expert) for expert in zip(codes, scales, strict=True)])
+    assert found.tensors.keys() == {"experts.gate_up_proj"}
+    assert_every_slice(found.tensors["experts.gate_up_proj"], expected)
 
 
 BROKEN = {

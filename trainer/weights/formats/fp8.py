@@ -55,7 +55,7 @@ def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight", 
         holds=holds,
         decode=lambda parts, settings: _decode(parts[main], parts[scale], settings),
         plain=plain,
-        unread=(".activation_scale", ".input_scale_ub"),
+        unread=(f"{main}_activation_scale", ".activation_scale", ".input_scale_ub"),
         encode=encode,
     )
 
