@@ -88,7 +88,7 @@ def main() -> None:
     hub = None
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
-        rest = hub = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
+        rest = hub = open_hub_weights(base, whole, console)  # what was not trained is in no checkpoint of the run
     elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console)
     saved.check_tensors(console)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
+from shardwright.files.hub_names import pinned
 from shardwright.hosts.versions import versions
 from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
@@ -60,8 +61,10 @@ class Job:
     ) -> Job:
         """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs; raises as the class."""
         settings = Settings.of(args)
+        if config is None and settings.model is not None:  # from here on all of it is of one commit
+            settings = replace(settings, model=pinned(settings.model))
         written = _written_recipe(args, recipe)
-        facts = facts_of(config or meta_model.load_config(args.model, written or UNMADE))
+        facts = facts_of(config or meta_model.load_config(settings.model, written or UNMADE))
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()

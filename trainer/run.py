@@ -24,6 +24,7 @@ from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.reference_rows import not_one_dataset
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
@@ -40,7 +41,8 @@ from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights.adapter_weights import check_adapter
-from shardwright.weights.hub_read import HubWeights, first_names, open_hub_weights, reading, reopen_hub_weights
+from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading, reopen_hub_weights
+from shardwright.weights.names import first_names
 from shardwright.weights.weight_sources import Source, means_weights
 from shardwright.xla import device_mesh, runtime
 from shardwright.xla.stop_requests import unwinding
@@ -227,13 +229,20 @@ def prepare(
             for value in kept:
                 say(console, f"         kept: {value} a chip")
             job = auto_remat.with_remat(job, policy)
-        return hosts().together(lambda: _prepared(job, given, callbacks, console, writes, restarts))
+        asked = args.model
+        return hosts().together(lambda: _prepared(job, given, callbacks, console, writes, restarts, asked))
 
 
 def _prepared(
-    job: Job, given: RunInputs, callbacks: TrainerCallbacks, console: Console, writes: bool, restarts: Restarts | None
+    job: Job,
+    given: RunInputs,
+    callbacks: TrainerCallbacks,
+    console: Console,
+    writes: bool,
+    restarts: Restarts | None,
+    asked: str | None,
 ) -> Start:
-    """The checks once the number of devices is known; every host of the job makes them."""
+    """The checks once the number of devices is known; every host of the job makes them. ``asked``: --model."""
     device_mesh.check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
@@ -255,14 +264,27 @@ def _prepared(
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
         job = elastic.with_kept_batch(job, resume)
+        kept = _at_its_commit(job, resume, asked)
+        if kept is not job:
+            say(console, f"model:   {kept.args.model}, as the checkpoint's run; {asked} is {job.args.model} by now")
+            job, args = kept, kept.args
+            tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
-        source = open_hub_weights(str(args.model), job.facts.whole)
+        source = open_hub_weights(str(args.model), job.facts.whole, console)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
         source = reopen_hub_weights(args.model, job.facts.whole, console)
     first = None if resume is None else resume.host["data"].get("date")
     date = first or hosts().once(lambda: datetime.date.today().isoformat())
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date)
+
+
+def _at_its_commit(job: Job, resume: RunCheckpoint, asked: str | None) -> Job:
+    """``job`` at the commit of the hub's repository that ``resume`` was trained from, unless another was ``asked``."""
+    saved = resume.arguments.get("model")
+    if asked and saved and split(asked) == (split(saved)[0], None) and job.args.model not in (saved, asked):
+        return replace(job, args=replace(job.args, model=saved)) if split(saved)[1] else job
+    return job
 
 
 def _needs_base(job: Job, resume: RunCheckpoint | None) -> bool:
@@ -322,6 +344,9 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
         say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")
+    if code := getattr(job.config, "auto_map", None):
+        own = code.get("AutoModelForCausalLM", code.get("AutoModel")) if isinstance(code, dict) else code
+        say(console, f"         transformers' own class; the code that its repository brings ({own}) is not run")
     if job.notice:
         say(console, f"         {job.notice}")
     if job.args.recipe == AUTO:

@@ -1,6 +1,7 @@
 """Prints a table of what files cost, measured on this machine beside the least that could be done.
 
-python scripts/measure/files.py load        loading a hub's weights onto 8 devices, and plainly reading their files
+python scripts/measure/files.py load        loading a hub's weights onto 8 devices, plain and quantized, and plainly
+                                            reading their files
 python scripts/measure/files.py checkpoint  a checkpoint's pause and write, and a plain copy and write of as many bytes
 
 The sides of a table take turns, round by round; it shows the medians.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -27,6 +29,7 @@ from shardwright.scripts.measure.tables import model_config, resolved_job, run
 
 # the largest fused parameter, gate and up of a layer's experts, is 32 MiB of 503 MiB
 LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
+FORMS = ("float32", "FP8", "MXFP4")  # of a checkpoint's layers
 PIECE = 16 << 20  # bytes of a plain read
 
 worker = functools.partial(tables.worker, script=__file__)
@@ -45,34 +48,41 @@ def main() -> int:
 
 def load(recipe: str, rounds: int) -> Table:
     """Bytes/s of loading weights and of plainly reading their files; and the host memory that loading took."""
-    rows: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"side": "load", "folder": folder, **LOAD}
-        worker(recipe, {**job, "side": "make checkpoint"})
-        size = sum(os.path.getsize(file) for file in _weight_files(folder))
-        for _ in range(rounds):
-            for cold in (True, False):
-                state = "from the disk" if cold else "from the page cache"
-                result = worker(recipe, {**job, "cold": cold})
-                rows.setdefault(f"plain read, {state}", []).append(_plain_read(folder, cold))
-                rows.setdefault(f"onto 8 devices, {state}", []).append(tuple(result["again"]))
-                rows.setdefault(f"the first time, with compiles, {state}", []).append(tuple(result["first"]))
-        memory = worker(recipe, {**job, "side": "load memory"})
-    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in rows.items()}
-    mib = {name: count / 2**20 for name, count in memory.items()}
-    table = Table(
-        "",
-        "MB/s",
-        "ratio",
-        "CPU s",
-        title=f"{size / 1e6:,.0f} MB of {recipe}'s family, {LOAD['num_hidden_layers']} layers",
-        caption=f"host memory beyond what the devices hold: peak {mib['beyond']:.0f} MiB; largest fused parameter "
-        f"{mib['largest']:.0f} MiB of {mib['total']:.0f}",
-    )
-    for name, (wall, cpu) in sorted(medians.items(), key=lambda row: row[0].split(", ")[-1]):
-        base, _ = medians["plain read, " + name.split(", ")[-1]]
-        table.add_row(name, f"{size / wall / 1e6:,.0f}", f"{base / wall:.2f}", f"{cpu:.2f}")
+    table = Table("", "MB/s", "ratio", "CPU s", title=f"{recipe}'s family, {LOAD['num_hidden_layers']} layers")
+    said = []
+    for form in FORMS:
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"side": "load", "folder": folder, **LOAD}
+            worker(recipe, {**job, "side": "make checkpoint", "form": form})
+            size = sum(os.path.getsize(file) for file in _weight_files(folder))
+            rows = _load_rows(recipe, job, rounds)
+            memory = worker(recipe, {**job, "side": "load memory"})
+        mib = {name: count / 2**20 for name, count in memory.items()}
+        said.append(
+            f"host memory beyond what the devices hold, from {form}: peak {mib['beyond']:.0f} MiB; largest fused "
+            f"parameter {mib['largest']:.0f} MiB of {mib['total']:.0f}"
+        )
+        table.add_section()
+        table.add_row(f"{size / 1e6:,.0f} MB of {form}")
+        for name, (wall, cpu) in sorted(rows.items(), key=lambda row: row[0].split(", ")[-1]):
+            base, _ = rows["plain read, " + name.split(", ")[-1]]
+            table.add_row(name, f"{size / wall / 1e6:,.0f}", f"{base / wall:.2f}", f"{cpu:.2f}")
+    table.caption = "\n".join(said)
     return table
+
+
+def _load_rows(recipe: str, job: dict[str, Any], rounds: int) -> dict[str, tuple[float, float]]:
+    """Side of the table -> median (wall, CPU) seconds."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(rounds):
+        for cold in (True, False):
+            state = "from the disk" if cold else "from the page cache"
+            result = worker(recipe, {**job, "cold": cold})
+            rows.setdefault(f"plain read, {state}", []).append(_plain_read(job["folder"], cold))
+            rows.setdefault(f"onto 8 devices, {state}", []).append(tuple(result["again"]))
+            rows.setdefault(f"the first time, with compiles, {state}", []).append(tuple(result["first"]))
+    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in rows.items()}
+    return {name: (wall, cpu) for name, (wall, cpu) in medians.items()}
 
 
 def checkpoint(recipe: str, rounds: int) -> Table:
@@ -106,8 +116,6 @@ def saves(job: dict[str, Any]) -> dict[str, float]:
 
 def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """(bytes of a checkpoint, part of a save, or plain way to move as many bytes → seconds in each round)."""
-    from pathlib import Path
-
     import torch
     from transformers import TrainerState
 
@@ -154,7 +162,34 @@ def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
 
     model = AutoModelForCausalLM.from_config(model_config(job))
     model.save_pretrained(job["folder"], max_shard_size="200MB")
+    for file in _weight_files(job["folder"]):
+        _quantize(file, job.get("form", FORMS[0]))
     return {}
+
+
+def _quantize(file: str, form: str) -> None:
+    """Rewrites a file with random codes of ``form`` in the place of a layer's projections."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, values in load_file(file).items():
+        rows, columns = values.shape if values.dim() == 2 else (0, 0)
+        codes = torch.randint(0, 120, (rows, columns // (2 if form == "MXFP4" else 1)), dtype=torch.uint8)
+        if form == FORMS[0] or not rows or ".layers." not in name:
+            tensors[name] = values
+        elif form == "FP8":
+            grid = (-(-rows // 128), -(-columns // 128))
+            tensors |= {name: codes.view(torch.float8_e4m3fn), name + "_scale_inv": torch.full(grid, 1e-3)}
+        else:
+            exponents = torch.full((rows, columns // 32), 120, dtype=torch.uint8)
+            tensors |= {name + "_packed": codes, name + "_scale": exponents}
+    index = Path(file).with_name("model.safetensors.index.json")
+    if index.exists():
+        content = json.loads(index.read_text())
+        names = {n: held for n, held in content["weight_map"].items() if held != Path(file).name}
+        index.write_text(json.dumps({**content, "weight_map": names | dict.fromkeys(tensors, Path(file).name)}))
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:

@@ -158,8 +158,8 @@ def test_a_folder_without_weights_is_refused(here, tmp_path):
         open_model(options(here, model=str(tmp_path)), Console(quiet=True))
 
 
-@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": "some/model", "revision": "refs/pr/2"}], ids=str)
-def test_an_adapter_that_names_no_model_or_one_at_a_revision_is_refused_before_another_is_taken(here, tmp_path, named):
+@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": "some/model", "revision": 2}], ids=str)
+def test_an_adapter_that_names_no_model_or_no_revision_of_it_is_refused_before_another_is_taken(here, tmp_path, named):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **named}))
     with pytest.raises(UserError, match=f"revision={named.get('revision')!r}"):
         open_model(options(here, model=str(tmp_path)), Console(quiet=True))

@@ -22,8 +22,9 @@ from shardwright.model.meta_model import meta_model
 from shardwright.run import train
 from shardwright.scripts import export as export_script
 from shardwright.scripts.measure.tiny import families, tiny_config
-from shardwright.weights.hub_read import WEIGHTS, open_hub_weights
+from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
+from shardwright.weights.weight_files import WEIGHTS
 from shardwright.weights.weight_sources import Source
 from tests.support.hub_models import same, tensors_in
 from tests.support.lives import TINY

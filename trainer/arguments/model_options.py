@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwright.arguments.option_values import Checked, option
+from shardwright.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,11 @@ class ModelArguments(Checked):
     )
     model: str | None = option(
         None,
-        "Hub id or local checkpoint folder, whose weights are the start; or a config's .json file, for random weights. "
-        "Default: the recipe's own small model, with random weights.",
+        "Hub id (id@revision) or local checkpoint folder, whose weights are the start; or a config's .json file, for "
+        "random weights. Default: the recipe's own small model, with random weights.",
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of --model's repository, as in --model id@revision. Default: main as it is now."
     )
     from_scratch: bool = option(False, "Start from random weights although --model is a hub id or a folder.")
     tokenizer: str | None = option(
@@ -46,10 +50,27 @@ class ModelArguments(Checked):
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
     def check_model(self) -> None:
+        self._take_revision()
         self.check_path("recipe", "model", "tokenizer")
         self.at_least(0, "it can't be negative", "seed")
         for name in ("weight_dtype", "optimizer_dtype"):
             self.choose(name, ["float32", "bfloat16"])
+
+    def _take_revision(self) -> None:
+        """Puts ``revision`` into ``model``, which names the weights in all that follows; UserError if it has none."""
+        if self.revision is None:
+            return
+        from shardwright.files.hub_names import is_hub_name, split
+
+        name, own = split(self.model or "")
+        if self.model is None or not is_hub_name(self.model) or own not in (None, self.revision):
+            raise UserError(
+                asked=f"--revision {self.revision}",
+                found=f"--model {self.model}" if self.model else "no --model",
+                why="it is a branch, a tag or a commit of a repository on the hub, and a model has one",
+                instead=f"--model id@{self.revision}, or no --revision",
+            )
+        self.model, self.revision = f"{name}@{self.revision}", None
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:

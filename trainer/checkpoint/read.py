@@ -98,7 +98,7 @@ class RunCheckpoint:
             local = undo.enter_context(tempfile.TemporaryDirectory())
             write_all(Path(local), {name.removeprefix(within): self.folder.read(name) for name in inside})
             try:
-                tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
+                tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False, mistral_format=False)
                 tokenizer("text")  # it reads some settings only now
             except Exception as error:  # of many types, as in _json
                 raise self._unusable(manifest.TOKENIZER, error) from error
@@ -129,7 +129,8 @@ class RunCheckpoint:
                 asked=f"the weights in {self.folder}",
                 found="; ".join(wrong[:4]) + more,
                 why="its weights are another model's: under this one's config they compute other numbers, if any",
-                instead=f"the model that it was saved with (--model; its config is {self.folder}/config.json)",
+                instead=f"the model that it was saved with (--model {self.arguments.get('model')}; its config is "
+                f"{self.folder}/config.json)",
             )
 
     def check_optimizer(self, optim: str) -> None:

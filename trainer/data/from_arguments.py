@@ -13,6 +13,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
+from shardwright.files.hub_names import split
 from shardwright.model.meta_model import model_path
 
 
@@ -41,8 +42,9 @@ def stop_tokens(
     if model is not None:
         named.append(model.generation_config)
     if args.model is not None:
+        repository, revision = split(model_path(args.model))
         with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(model_path(args.model)))
+            named.append(GenerationConfig.from_pretrained(repository, revision=revision))
     ids = (getattr(each, "eos_token_id", None) for each in named)
     return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from datasets.fingerprint import Hasher  # semi-private: datasets/fingerprint.py, datasets 5.2
 from jinja2 import TemplateError
@@ -15,31 +16,72 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import chat_template_utils
+from transformers.utils import cached_file, chat_template_utils
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, in_short
 from shardwright.files.cache import cached, digest
+from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id, a local folder or a GGUF file; raises UserError if there is none."""
+    """The tokenizer of a hub id (``id@revision``), a local folder or a GGUF file; raises UserError if there is none."""
+    name = pinned(name, f"the tokenizer of {name}")
+    repository, revision = split(name)
     try:
-        file = {"gguf_file": Path(name).name} if name.endswith(".gguf") else {}  # which transformers reads itself
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(Path(name).parent) if file else name, trust_remote_code=False, **file
-        )
+        tekken = None if name.endswith(".gguf") else _tekken_alone(repository, revision)
+        # mistral_format: MistralCommonBackend has no chat templates and no added tokens, which samples are made with
+        how: dict[str, Any] = {"revision": revision, "trust_remote_code": False, "mistral_format": False}
+        if name.endswith(".gguf"):  # it holds its tokenizer, which transformers reads
+            repository, how["gguf_file"] = str(Path(name).parent), Path(name).name
+        tokenizer = _of_tekken(tekken) if tekken else AutoTokenizer.from_pretrained(repository, **how)
         tokenizer("text")  # some settings are only checked in use
-        return tokenizer
     except Exception as error:  # of many types; each means that this name gave no tokenizer
-        raise UserError(
-            asked=f"the tokenizer of {name}",
-            found=f"{type(error).__name__}: {error}",
-            why="text must be turned into the model's tokens",
-            instead="--tokenizer with a hub id or a folder that holds tokenizer.json; a tokenizer.model alone is read "
-            "through the package sentencepiece",
-        ) from error
+        raise _no_tokenizer(name, error) from error
+    if tekken is None:
+        tokenizer.name_or_path = name  # with its commit: its files are copied from there
+    return tokenizer
+
+
+def _no_tokenizer(name: str, error: Exception) -> UserError:
+    asked, found = f"the tokenizer of {name}", in_short(error)
+    instead = "--tokenizer with a hub id or a folder that holds tokenizer.json"
+    if isinstance(error, ImportError) and "mistral-common" in str(error):
+        found = "a tekken.json that does not list its special tokens, and no tokenizer.json"
+        instead = f"pip install mistral-common, which knows them; or {instead}"
+    elif "trust_remote_code" in str(error):
+        found = "a tokenizer whose class is code of the repository's own, which is never run"
+    elif is_hub_name(name) and not isinstance(error, ImportError | ValueError):
+        return hub_error(asked, name, error)
+    else:
+        instead += "; a tokenizer.model alone is read through the package sentencepiece"
+    why = "text must be turned into the model's tokens"
+    return UserError(asked=asked, found=found, why=why, instead=instead)
+
+
+def _tekken_alone(repository: str, revision: str | None) -> str | None:
+    """The path of the `tekken.json`, where no other file has the tokenizer: Mistral's own format."""
+    # semi-private: transformers/utils/hub.py, transformers 5.23
+    absent_is_none: Any = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+
+    def there(file: str) -> str | None:
+        return cached_file(repository, file, revision=revision, **absent_is_none)
+
+    return None if there("tokenizer.json") or there("tokenizer.model") else there("tekken.json")
+
+
+def _of_tekken(file: str) -> PreTrainedTokenizerBase:
+    """transformers' own conversion, with the chat template beside the file, or mistral-common's where installed.
+
+    Raises ImportError for an older file, which only mistral-common can complete.
+    """
+    # semi-private: transformers/integrations/mistral/tokenizer.py, transformers 5.23
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    tokenizer = convert_tekken_tokenizer(file)
+    tokenizer.name_or_path = file
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:

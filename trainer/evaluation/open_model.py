@@ -15,6 +15,7 @@ from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
 from shardwright.errors import UserError
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import is_hub_name, pinned
 from shardwright.job import Job
 from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import stated
@@ -41,6 +42,7 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
     if "://" in options.model or os.path.exists(Path(options.model) / manifest.MANIFEST):
         saved = RunCheckpoint(Folder(options.model))
     base, adapter = _base_and_adapter(options, saved)
+    base = pinned(base)
     job = _resolve(options, base if saved is None else options.model, adapter)
     if saved is None:
         check_adapter(job)
@@ -55,7 +57,7 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
         saved.check_tensors(console)
     if saved is not None and job.lora is None:
         return place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer
-    hub = open_hub_weights(base, job.facts.whole)
+    hub = open_hub_weights(base, job.facts.whole, console)
     with reading(hub, console), waiting(console, "placing the weights on the devices …"):
         return place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved)), tokenizer
 
@@ -93,14 +95,14 @@ def _named_base(folder: str) -> str:
         base, revision, found = None, None, f"{CONFIG}: {type(error).__name__}: {error}"
     else:
         found = f"an adapter whose {CONFIG} has base_model_name_or_path={base!r:.200}, revision={revision!r:.80}"
-    if not isinstance(base, str) or not base or revision not in (None, "main"):
+    if not isinstance(base, str) or not base or not isinstance(revision, str | None):
         raise UserError(
             asked=f"--model {folder}",
             found=found,
             why="an adapter is measured on top of its model",
             instead=f"--model with that model's hub id or folder, and --adapter {folder}",
         )
-    return base
+    return f"{base}@{revision}" if revision and is_hub_name(base) else base
 
 
 def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
@@ -144,5 +146,5 @@ def _tokenizer(options: EvaluationArguments, saved: RunCheckpoint | None, base: 
         return open_tokenizer(options.tokenizer)
     if saved is not None:
         return saved.tokenizer
-    beside = any(Path(options.model).glob("tokenizer*")) if os.path.isdir(options.model) else True
+    beside = os.path.isdir(options.model) and any(Path(options.model).glob("tokenizer*"))
     return open_tokenizer(options.model if beside else base)

@@ -5,7 +5,8 @@ follows, padded with spaces; then the tensors, little endian, row-major, with no
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +29,7 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+LARGEST = 100_000_000  # bytes of a header: safetensors' own limit
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,6 +43,40 @@ def file_header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], **meta
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+class Entry(NamedTuple):
+    """A tensor in a header; it lies in [begin, end) of a file's bytes."""
+
+    dtype: str  # the header's name of it
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(read: Callable[[int, int], bytes]) -> dict[str, Entry]:
+    """The tensors of a file by name; ``read`` returns its bytes from one place up to another.
+
+    Raises ValueError for what is no header, or names a tensor twice (safetensors' own reader takes the last one).
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise ValueError(f"{twice[:200]!r} stands twice in its header")
+        return found
+
+    size = int.from_bytes(read(0, 8), "little")
+    if size > LARGEST:
+        raise ValueError(f"a header of {size:,} bytes")
+    found = json.loads(read(8, 8 + size), object_pairs_hook=unique)
+    found.pop("__metadata__", None)
+    entries = {}
+    for name, entry in found.items():
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        entries[name] = Entry(entry["dtype"], tuple(entry["shape"]), begin, end)
+    return entries
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, did_you_mean
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.layout.adapter_layouts import with_factors, with_int8
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
@@ -173,8 +174,8 @@ def _check_untied(targets: Iterable[str], model: nn.Module) -> None:
 def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mapping[str, str]) -> dict[str, Any]:
     """The content of the adapter's `adapter_config.json`, for PEFT to load onto ``model``.
 
-    ``base`` is the hub id or folder of that model's weights, ``names`` the adapted model's names → those of ``model``,
-    where they differ.
+    ``base`` is the hub id (``id@revision``) or folder of that model's weights, ``names`` the adapted model's names →
+    those of ``model``, where they differ.
     """
     experts = experts_modules(model)
     full = [names.get(name, name) for name in lora.targets]
@@ -184,7 +185,8 @@ def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mappi
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base and split(base)[0],
+        "revision": base and split(base)[1],
         "inference_mode": True,
         "r": lora.r,
         "lora_alpha": alpha,

@@ -22,8 +22,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto import modeling_auto
 
 from shardwright.errors import UserError, in_short
+from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 from shardwright.layout.recipe import Recipe
 from shardwright.models.experts import expert_families
 
@@ -58,7 +60,8 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
         )
     if model is not None:
         path = Path(model := model_path(model))
-        looks_local = model.endswith((".json", ".gguf")) or model.startswith((".", "~", os.sep)) or model.count("/") > 1
+        looks_local = model.endswith((".json", ".gguf")) or model.startswith((".", "~", os.sep))
+        looks_local |= split(model)[0].count("/") > 1
         # os.path.isfile, since a Path's would raise for a name that is too long
         config_file = path / "config.json" if os.path.isdir(path) else path
         if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
@@ -71,16 +74,23 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     try:
         if model is None:
             return config_of(recipe.model or {})
-        # a GGUF file holds its config; transformers reads it through the package gguf
-        stored = {"gguf_file": Path(model).name} if model.endswith(".gguf") else {}
-        source = str(Path(model).parent) if stored else model
-        values = PretrainedConfig.get_config_dict(source, **stored)[0]
+        model = pinned(model)
+        repository, revision = split(model)
+        how: dict[str, Any] = {"revision": revision}
+        if model.endswith(".gguf"):  # it holds its config, which transformers reads through the package gguf
+            repository, how = str(Path(model).parent), {"gguf_file": Path(model).name}
+        values = PretrainedConfig.get_config_dict(repository, **how)[0]
         _check_sizes(values)
-        if (kind := values.get("model_type")) is not None and kind not in CONFIG_MAPPING:
-            known = f"unknown to transformers {transformers.__version__}, and code of a model's own is never run"
-            raise ValueError(f"model_type {kind!r} is {known}")
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **stored)
+        if values.get("model_type", "llama") not in CONFIG_MAPPING:
+            raise _unknown_type(model, values)
+        config = AutoConfig.from_pretrained(repository, trust_remote_code=False, **how)
+        config.name_or_path = model  # with its commit: the generation config and other files come from there
+        return config
+    except UserError:
+        raise
     except Exception as error:  # transformers and the hub client raise many types when no config can be read
+        if model is not None and is_hub_name(model):
+            raise hub_error(f"model {model}", model, error) from error
         raise UserError(
             asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
             found=in_short(error),
@@ -88,6 +98,33 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             instead="a config.json whose model_type transformers knows, a folder with one, or a hub id, "
             "which needs network, or the hub's cache (HF_HUB_OFFLINE=1 looks only there)",
         ) from error
+
+
+def _unknown_type(model: str, values: Mapping[str, Any]) -> UserError:
+    """The refusal of a config whose `model_type` the installed transformers does not have."""
+    kind, installed = values["model_type"], transformers.__version__
+    found = f"model_type {str(kind)[:80]!r} is unknown to transformers {installed}, and code of a model's own"
+    if isinstance(code := values.get("auto_map"), Mapping):
+        found += f" ({str(next(iter(code.values()), None))[:80]})"
+    instead = "a newer transformers may know it (pip install --upgrade transformers)"
+    wrote = str(values.get("transformers_version", ""))[:20]
+    if re.match(r"\d+\.\d+", wrote) and _release(wrote) > _release(installed):
+        instead = f"transformers {wrote}, which wrote this config and knows it"
+    own = [name for name in values.get("architectures") or () if isinstance(name, str)]
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
+    known = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    if same := next((name for name in own if name in known), None):
+        instead += f"; or, since its architecture is {same}, a copy of its files with model_type {known[same]!r}"
+    return UserError(
+        asked=f"model {model}",
+        found=found + " is never run",
+        why="a model is built from transformers' own class",
+        instead=instead + "; or a model of a type that it knows",
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def config_of(values: Mapping[str, Any]) -> PretrainedConfig:

@@ -25,14 +25,17 @@ from transformers.trainer_utils import align_special_tokens
 from shardwright.errors import UserError
 from shardwright.files.arrays import LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.report.bars import byte_bar
-from shardwright.weights.hub_read import INDEX, WEIGHTS, HubWeights, parameter_names
+from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import promise_only
+from shardwright.weights.names import parameter_names
 from shardwright.weights.quantize import SAME, SCHEMES, Quantized, quantize
 from shardwright.weights.tokenizer_files import CONFIG, local_folder, read_all, tokenizer_files, with_code, write_all
+from shardwright.weights.weight_files import INDEX, WEIGHTS
 from shardwright.weights.weight_sources import Source
 
 # formats of an export by name; None: what is quantized in it, quantize.py says
@@ -201,7 +204,7 @@ def hub_tensors(
 
 
 def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
-    """``tensors`` by the names and in the shapes of the hub; experts that ``base`` holds in one tensor stay in it."""
+    """``tensors`` under the hub's names and in its shapes; experts that ``base`` holds in one tensor stay in it."""
     fused, experts = {}, experts_modules(model)
     for own, group in (base.groups if base is not None else {}).items():
         if own.rpartition(".")[0] in experts and own in tensors and isinstance(group.transform, WeightRenaming):
@@ -260,7 +263,9 @@ def _write_description(
     with tempfile.TemporaryDirectory() as scratch:  # transformers writes on a disk alone
         if model.can_generate():
             with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
-                generation = GenerationConfig.from_pretrained(base, local_files_only=True) if base else generation
+                if base:
+                    repository, revision = split(base)
+                    generation = GenerationConfig.from_pretrained(repository, revision=revision, local_files_only=True)
             model.generation_config = generation
         if tokenizer is not None:
             align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation

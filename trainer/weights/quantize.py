@@ -32,8 +32,9 @@ from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
 from shardwright.weights.formats.published import PackedWeight, quantization_settings
-from shardwright.weights.hub_read import HubWeights, first_names
+from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.names import first_names
 
 SAME = "same"
 _BLOCK, _GROUP = 128, 32

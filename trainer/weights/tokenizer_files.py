@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import cached_file
 
+from shardwright.files.hub_names import split
+
 CONFIG = "config.json"  # by its model type transformers chooses a tokenizer's class
 _CODE = "auto_map"  # the entry of a JSON file that names Python files beside it
 # what repositories call them, beside the names that a tokenizer's own class knows
@@ -35,15 +37,16 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: bytes | None = N
         beside = {CONFIG: config} if config else read_all(origin, [CONFIG])
         files = with_code(read_all(origin, [*_NAMES, *tokenizer.vocab_files_names.values()]), origin)
         write_all(Path(copy), files | beside)
-        if _saved(AutoTokenizer.from_pretrained(copy, trust_remote_code=False)) == saved:
+        if _saved(AutoTokenizer.from_pretrained(copy, trust_remote_code=False, mistral_format=False)) == saved:
             return files if config else files | beside
     return saved
 
 
 def local_folder(name: str | None, file: str) -> Path | None:
-    """The folder of ``name``, a path or a hub id, that holds ``file`` on this machine; None without one."""
+    """The folder of ``name``, a path or a hub id or ``id@revision``, that holds ``file`` on this machine; else None."""
     with contextlib.suppress(OSError, ValueError):
-        found = cached_file(name, file, local_files_only=True) if name else None
+        repository, revision = split(name or "")
+        found = cached_file(repository, file, revision=revision, local_files_only=True) if name else None
         return Path(found).parent if found else None
     return None
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config, meta_model
-from shardwright.weights.hub_read import INDEX, WEIGHTS, open_hub_weights
+from shardwright.weights.hub_read import open_hub_weights
+from shardwright.weights.weight_files import INDEX, WEIGHTS
 from tests.support.fuzz.edits import MILD, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.lives import TINY

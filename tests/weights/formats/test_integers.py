@@ -8,6 +8,7 @@ from compressed_tensors.compressors.naive_quantized import IntQuantizationCompre
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from shardwright.files.arrays import LazyArray
 from shardwright.weights.formats.published import plain
 from tests.support.slices import assert_every_slice
 
@@ -72,6 +73,14 @@ def test_one_code_a_byte(grid, symmetric):
     scheme = scheme_of(8, strategy, group, symmetric=symmetric, inputs=True)
     packed = read_and_compare(IntQuantizationCompressor, scheme, columns, group, dtype=torch.float32)
     assert packed["weight"].dtype == torch.int8
+
+
+def test_a_shape_that_the_groups_say_is_not_read():
+    parts = {"weight_packed": torch.zeros(4, 8, dtype=torch.int32), "weight_scale": torch.ones(4, 2)}
+    unread = LazyArray((2,), torch.int64, lambda where: pytest.fail("weight_shape was read"))
+    settings = {"config_groups": {"group_0": {"weights": {"group_size": 32}}}}
+    tensors = {f"a.{name}": tensor for name, tensor in parts.items()} | {"a.weight_shape": unread}
+    assert plain(tensors, settings).tensors["a.weight"].shape == (4, 64)
 
 
 def test_naive():

@@ -13,6 +13,7 @@ from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
 from shardwright.weights.formats.published import plain
+from shardwright.weights.weight_files import INDEX
 from tests.support import quantized
 from tests.support.hub_models import config_of, save_theirs
 
@@ -81,7 +82,7 @@ def in_files(folder, tensors):
     where = {name: f"model-{2 if 'layers.1.' in name else 1}.safetensors" for name in tensors}
     for file in set(where.values()):
         save_file({name: tensor for name, tensor in tensors.items() if where[name] == file}, folder / file)
-    (folder / hub_read.INDEX).write_text(json.dumps({"weight_map": where}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
 
 
 def test_a_method_that_is_not_read_is_named_beside_its_tensors(tmp_path):
@@ -103,7 +104,7 @@ def test_layers_in_several_formats_and_some_in_none_are_read(tmp_path):
     schemes = {"layers.0.*proj": MXFP4, "layers.1.mlp": NVFP4, "layers.1.*proj": quantized.fp8_rows}
     expected = quantized.quantize(tmp_path, schemes)
     weights = hub_read.open_hub_weights(str(tmp_path), meta_model(config))
-    assert weights.said == "FP8 (4 tensors), NVFP4 (3 tensors), MXFP4 (7 tensors), dequantized to bfloat16"
+    assert weights.said == "NVFP4 (3 tensors), FP8 (4 tensors), MXFP4 (7 tensors), dequantized to bfloat16"
     for name, values in expected.items():
         assert torch.equal(weights(name)[tuple(slice(0, size) for size in values.shape)], values), name
 

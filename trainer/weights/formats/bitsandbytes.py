@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwright.files.arrays import Array, Slices, whole
-from shardwright.weights.formats.format import Format, Parts, Settings, dequantized, shape_error, unpacked
+from shardwright.weights.formats.format import Format, Parts, Settings, dequantized, looked_up, shape_error, unpacked
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _ABSMAX, _MAP, _NESTED, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
@@ -39,7 +39,7 @@ class _Blocks:
         """The values of all blocks in ``ranges`` (first, last + 1), one block after the other."""
         stored = torch.cat([self._codes(first, last) for first, last in ranges])
         pairs = unpacked(stored, 4, 0)[(slice(0, len(stored) * 2),)].unflatten(0, (-1, 2)).flip(-1).flatten()
-        values = whole(self.parts[_MAP])[pairs.int()]
+        values = looked_up(whole(self.parts[_MAP]), pairs)
         values = values * self._largest(ranges).repeat_interleave(self.size)[: len(pairs)]
         return values.to(_DTYPES[self.state["dtype"]])
 
@@ -58,7 +58,7 @@ class _Blocks:
         outer = torch.cat([torch.arange(first, last) for first, last in ranges]) // self.state["nested_blocksize"]
         start = int(outer[0])
         inside = self.parts[_NESTED][(slice(start, int(outer[-1]) + 1),)][outer - start]
-        return whole(self.parts[_NESTED_MAP])[largest.int()] * inside + self.state["nested_offset"]
+        return looked_up(whole(self.parts[_NESTED_MAP]), largest) * inside + self.state["nested_offset"]
 
 
 def _runs(where: Slices, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:

@@ -13,7 +13,7 @@ import torch
 from shardwright.files.arrays import Array, LazyArray, Slices, whole
 
 DEQUANTIZED = torch.bfloat16  # the dtype of what is read
-_PIECE = 1 << 22  # elements that are dequantized at a time, so that a read takes little more than its result
+_PIECE = 1 << 19  # elements that are dequantized at a time, so that a read takes little more than its result
 
 # end of a tensor's name -> the tensor
 Parts = Mapping[str, Array]
@@ -125,10 +125,17 @@ def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     in_bytes = words.view(torch.uint8)  # safetensors, and all machines that this runs on, are little-endian
     if bits == 8:
         return in_bytes
+    if bits == 4:  # the same as below, at twice the speed and more
+        return torch.stack((in_bytes & 15, in_bytes >> 4), -1).flatten(-2)
     if 8 % bits == 0:
         return ((in_bytes.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8)) & (2**bits - 1)).flatten(-2)
     in_bits = _codes(words, 1).unflatten(-1, (-1, bits))
     return (in_bits << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def looked_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``table`` that ``codes`` stand for; twice as fast as an index."""
+    return table.index_select(0, codes.flatten().int()).reshape(codes.shape)
 
 
 # ---- codes times scales ----

@@ -47,8 +47,20 @@ def _values(codes: Array, parts: Parts, zeros: Array | int, settings: Settings) 
     return scaled(codes, scales, blocks, zeros)
 
 
+def _shape(parts: Parts, settings: Settings) -> tuple[int, ...]:
+    """The weight's shape; ``weight_shape`` is read only where full groups do not fill full words.
+
+    A model has one for each of tens of thousands of projections, each in another place of its files.
+    """
+    packed, groups = parts[".weight_packed"], parts[".weight_scale"].shape[-1]
+    for size in group_sizes(settings):
+        if groups > 1 and packed.shape[-1] * _WORD in [bits * groups * size for bits in _BITS]:
+            return (*packed.shape[:-1], groups * size)
+    return tuple(whole(parts[".weight_shape"]).tolist())
+
+
 def _decode_packed(parts: Parts, settings: Settings) -> Array:
-    packed, shape = parts[".weight_packed"], tuple(whole(parts[".weight_shape"]).tolist())
+    packed, shape = parts[".weight_packed"], _shape(parts, settings)
     bits = [n for n in _BITS if tuple(packed.shape) == (*shape[:-1], -(-shape[-1] * n // _WORD))]
     if not bits:
         raise shape_error("weight_packed", packed, f"that of {list(shape)} in codes of {_BITS[0]} or {_BITS[1]} bits")

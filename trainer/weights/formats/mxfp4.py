@@ -14,6 +14,7 @@ from shardwright.weights.formats.format import (
     Format,
     Parts,
     Settings,
+    looked_up,
     mapped,
     powers_of_two,
     scaled,
@@ -31,7 +32,7 @@ _BYTES = _GROUP // 2
 
 def fp4(packed: Array) -> LazyArray:
     """Numbers [.., columns] of pairs of codes [.., columns / 2]; the first of a pair is in the lower bits."""
-    return mapped(unpacked(packed, 4, -1), lambda codes: VALUES[codes.int()], torch.float32)
+    return mapped(unpacked(packed, 4, -1), lambda codes: looked_up(VALUES, codes), torch.float32)
 
 
 def grouped(packed: Array, scales: Array, group: int) -> LazyArray:

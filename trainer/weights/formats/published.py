@@ -5,7 +5,7 @@ quantization_config tells what they can't: the size of a block, the order of pac
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,10 +71,13 @@ class Published:
         return list(self.packed[name].parts.values()) if name in self.packed else [self.tensors[name]]
 
 
-def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
+def plain(
+    tensors: Mapping[str, Array], settings: Settings | None, beside: Callable[[str], bool] = lambda name: False
+) -> Published:
     """``tensors`` by the files' names, dequantized; ``settings``: the config's quantization_config.
 
-    Raises FormatError where the parts of a weight are missing or do not go together.
+    ``beside`` tells the names that no model needs: such tensors stay as they are where they can't be dequantized. Else
+    raises FormatError where the parts of a weight are missing or do not go together.
     """
     settings = settings or {}
     found = _packed(tensors)
@@ -82,9 +85,10 @@ def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
     unread = {weight.stem + tail for weight in found.values() for tail in weight.form.unread} & tensors.keys()
     if found or settings:
         unread |= {name for name in tensors if name.endswith(_SERVING)}
-    _check_left(tensors, used | unread)
+    _check_left({name: array for name, array in tensors.items() if not beside(name)}, used | unread)
     _check_transforms(settings, sorted(used))
     values = {name: array for name, array in tensors.items() if name not in used | unread}
+    as_stored = set()
     for name, weight in found.items():
         parts = [weight.stem + tail for tail in weight.parts]
         if name in values:
@@ -92,9 +96,14 @@ def plain(tensors: Mapping[str, Array], settings: Settings | None) -> Published:
         try:
             values[name] = weight.form.decode(weight.parts, settings)
         except Exception as error:  # settings and parts are the user's: of any shape, kind and value
+            if beside(name):
+                values |= {part: tensors[part] for part in parts}
+                as_stored.add(name)
+                continue
             text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise FormatError(f"{name} in {weight.form.title}: {text}", parts) from error
-    return Published(values, {name: weight for name, weight in found.items() if weight.form.title}, frozenset(unread))
+    packed = {name: weight for name, weight in found.items() if weight.form.title and name not in as_stored}
+    return Published(values, packed, frozenset(unread))
 
 
 def quantization_settings(config: PretrainedConfig) -> Settings:

@@ -1,0 +1,75 @@
+"""Say what would come of a checkpoint before it is fetched or opened: what loads, and the slice that it needs.
+
+python scripts/check.py deepseek-ai/DeepSeek-V3.1    # its config and the headers of its files alone are fetched
+python scripts/check.py path/to/folder
+"""
+
+import os
+import sys
+
+# No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
+os.environ["USE_TORCH_XLA"] = "0"
+
+from shardwright.arguments.command_line import Parser
+from shardwright.errors import command
+from shardwright.hosts.output_streams import exit_code
+
+LORA_R = 16
+
+
+def parser() -> Parser:
+    found = Parser(__doc__)
+    found.add_argument("model", metavar="ID_OR_FOLDER", help="a hub id, a folder, a GGUF file, or a config.json alone")
+    found.add_argument("--no_slices", action="store_true", help="leave out the smallest slices, which take a minute")
+    return found
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    import transformers
+    from rich.table import Table
+
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.launch.smallest_slice import SHARE, smallest_slices
+    from shardwright.layout.auto import AUTO, UNMADE
+    from shardwright.model.facts import facts_of
+    from shardwright.model.meta_model import load_config
+    from shardwright.report.lines import Terminal, say, waiting
+    from shardwright.report.units import size
+    from shardwright.weights.preflight import contents
+
+    transformers.logging.set_verbosity_error()
+    console = Terminal()
+    with waiting(console, "reading config and headers …"):
+        facts = facts_of(load_config(arguments.model, UNMADE))
+        rows, refused = contents(arguments.model, facts.whole)
+    say(console, f"model:   {type(facts.model).__name__}, {facts.parameters:,} parameters")
+    table = Table("what", "tensors", "in the files", "names", title=arguments.model)
+    for row in rows:
+        table.add_row(row.what, f"{row.tensors:,}", size(row.bytes), row.names)
+    if rows:
+        console.print(table)
+    if refused is not None:
+        raise refused
+    if arguments.no_slices:
+        return
+    table = Table("training", *(f"{part}" for part in ("generation", "smallest slice", "chips", "a chip holds")))
+    for title, options in (("all weights", {}), (f"LoRA of rank {LORA_R}", {"lora_r": LORA_R})):
+        args = TrainingArguments(recipe=AUTO, model=arguments.model, num_train_epochs=1, **options)
+        with waiting(console, f"planning {title} …"):
+            found = list(smallest_slices(facts, args))
+        for chip, fit in found:
+            if fit is None:
+                table.add_row(title, chip.name, "more than a pod", "", "")
+            else:
+                table.add_row(title, chip.name, fit.topology.name, str(fit.topology.devices), size(fit.bytes_a_chip))
+    console.print(table)
+    say(
+        console,
+        f"estimates: weights, gradients and optimizer state as recipe {AUTO} lays them out, in at most {SHARE:.0%} of "
+        f"a chip's memory; {command('compile')} says whether a step fits",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

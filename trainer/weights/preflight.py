@@ -1,0 +1,96 @@
+"""What would come of each tensor of a checkpoint, from its config and its files' headers alone."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from transformers import PreTrainedModel
+
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array
+from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
+from shardwright.weights.formats.format import DEQUANTIZED
+from shardwright.weights.hub_files import repository_files, weight_files
+from shardwright.weights.hub_read import HubWeights, open_hub_weights
+from shardwright.weights.mtp import is_mtp
+from shardwright.weights.names import first_names
+from shardwright.weights.remote_file import RemoteFile
+from shardwright.weights.torch_file import is_state_dict
+from shardwright.weights.weight_files import SAFETENSORS
+from shardwright.weights.weight_sources import means_weights
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tensors that one thing comes of."""
+
+    what: str
+    tensors: int
+    bytes: int  # in the files
+    names: str  # the first of them
+
+
+def contents(asked: str, model: PreTrainedModel) -> tuple[list[Row], UserError | None]:
+    """What each tensor of the checkpoint becomes in ``model`` (on meta), and the reason if it is refused."""
+    if not means_weights(asked, from_scratch=False):  # a config alone
+        return [], None
+    try:
+        hub = HubWeights(asked, _remote(asked), model) if is_hub_name(asked) else open_hub_weights(asked, model)
+    except UserError as error:
+        return [], error
+    return list(_rows(hub)), None
+
+
+def _remote(asked: str) -> list[RemoteFile]:
+    """The files of weights in a repository, of which the index alone is fetched; raises UserError as `fetched` does."""
+    repository, commit = split(pinned(asked))
+    there = repository_files(f"{repository}@{commit}")
+
+    def read(file: str) -> bytes:
+        return Path(hf_hub_download(repository, file, revision=commit)).read_bytes()
+
+    try:
+        names = weight_files(asked, there, read)
+    except UserError:
+        raise
+    except Exception as error:  # the hub client raises many kinds
+        raise hub_error(f"the weights of {asked}", asked, error) from error
+    pickled = [name for name in names if is_state_dict(name)]
+    if pickled:
+        raise UserError(
+            asked=f"to look into {asked} before it is fetched",
+            found=f"its weights are {first_names(pickled)}",
+            why="a state dict has no header that tells what is in it",
+            instead="the repository fetched, and its folder",
+        )
+    return [RemoteFile(repository, str(commit), name) for name in names if name.endswith(SAFETENSORS)]
+
+
+def _rows(hub: HubWeights) -> Iterator[Row]:
+    published, config = hub.published, hub.model.config
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name, array in hub.tensors.items():
+        if name in hub.untrained:
+            kind = "carried: multi-token prediction" if is_mtp(name, config) else "carried: no part of the model"
+        elif name in published.packed:
+            kind = f"read: {published.packed[name].form.title}, dequantized to {_dtype(DEQUANTIZED)}"
+        else:
+            kind = f"read: {_dtype(array.dtype)}"
+        kinds[kind].append(name)
+    for kind, names in sorted(kinds.items(), reverse=True):
+        yield _row(kind, names, [array for name in names for array in published.stored(name)])
+    if published.unread:
+        yield Row("not read: scales of activations", len(published.unread), 0, first_names(published.unread))
+
+
+def _row(what: str, names: list[str], arrays: Iterable[Array]) -> Row:
+    total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return Row(what, len(names), total, ", ".join(names[:2]) + (", …" if len(names) > 2 else ""))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

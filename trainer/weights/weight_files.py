@@ -1,0 +1,119 @@
+"""The files that hold a checkpoint's weights: which of a folder or a repository these are, and how each is opened."""
+
+import json
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors import safe_open
+
+from shardwright.errors import UserError
+from shardwright.files.safetensors_file import LARGEST, read_header
+from shardwright.weights.names import first_names
+from shardwright.weights.torch_file import is_state_dict, open_torch
+
+# a checkpoint's only file of weights, and the index of several, whatever these are called; safetensors come first
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SAFETENSORS, GGUF = ".safetensors", ".gguf"
+NO_INDEX = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # for what is no index
+
+
+def chosen_files(there: Collection[str], read: Callable[[str], bytes]) -> list[str] | None:
+    """Among the files ``there`` those that hold the weights, and before them the index that names them; None: none.
+
+    Args:
+        read: a file of this name -> its bytes. An index that can't be read raises one of :data:`NO_INDEX`.
+    """
+    for single, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
+        if single in there:
+            return [single]
+        if index in there:
+            return [index, *_indexed(read(index), SAFETENSORS if index == INDEX else None)]
+    alone = [file for file in there if is_state_dict(file)]
+    return alone if len(alone) == 1 else None
+
+
+def _indexed(index: bytes, suffix: str | None) -> list[str]:
+    """The names of the files in an index of several; raises ValueError for one that is no such file beside it."""
+    names = sorted(set(json.loads(index)["weight_map"].values()))
+    for file in names:
+        kind = file.endswith(suffix) if suffix else is_state_dict(file)
+        if not kind or not file.isprintable() or set(file) & set("/\\"):
+            raise ValueError(f"it names {file[:200]!r}, which is no {suffix or 'file of weights'} beside it")
+    return names
+
+
+def files_in(name: str, folder: Path) -> list[Path]:
+    """The weight files in ``folder``, or the GGUF file that it is; raises UserError if there are none, or not all."""
+    if folder.suffix == GGUF and folder.is_file():
+        return [folder]
+    there = sorted(path.name for path in folder.iterdir())
+    index = next((file for file in (INDEX, TORCH_INDEX) if file in there), INDEX)
+
+    def read(file: str) -> bytes:
+        with opened(folder / file) as opening:
+            return opening.read(LARGEST)
+
+    try:
+        names = chosen_files(there, read)
+    except (OSError, *NO_INDEX) as error:
+        raise unreadable(name, folder / index, error) from error
+    if names is None:
+        raise _none(name, folder, there)
+    names = [file for file in names if file != index]
+    absent = [file for file in names if not os.path.isfile(folder / file)]
+    if absent:
+        found = f"{index} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
+        raise refused(name, found, "the weights in them would be missing", f"all of the files in {folder}")
+    return [folder / file for file in names]
+
+
+def _none(name: str, folder: Path, there: list[str]) -> UserError:
+    other = [file for file in there if file.endswith((SAFETENSORS, GGUF)) or is_state_dict(file)]
+    found, why = f"neither {WEIGHTS} nor {INDEX} in {folder}", "only the index says whether these are all of the files"
+    found += f", but {first_names(other or there)}"
+    if not other:
+        why = "the weights are not there, or not in a format that is read"
+    instead = f"a folder with {WEIGHTS}, or with {INDEX} and the files that it names"
+    if any(file.endswith(GGUF) for file in there):
+        instead = f"--model {folder}/FILE.gguf, one of those files"
+    return refused(name, found, why, instead + "; or --from_scratch, which trains from random weights")
+
+
+def open_file(file: Path) -> dict[str, torch.Tensor]:
+    """Name -> tensor of a safetensors file or a state dict, which stays mapped as long as they live.
+
+    Raises errors of many types where it is none.
+    """
+    if is_state_dict(file.name):
+        return open_torch(file)
+    with opened(file) as header:  # safetensors' own reader takes the last of two tensors of one name
+        read_header(lambda start, stop: os.pread(header.fileno(), stop - start, start))
+    with safe_open(file, framework="pt") as opening:
+        return {name: opening.get_tensor(name) for name in opening.keys()}  # noqa: SIM118 (mapped, not read)
+
+
+def opened(file: Path) -> IO[bytes]:
+    if not file.is_file():
+        raise OSError("no regular file")  # a pipe may never have a writer
+    return file.open("rb")
+
+
+def unreadable(asked: str, file: Path, error: Exception) -> UserError:
+    """The refusal of a file whose opening ended in ``error``."""
+    size = os.path.getsize(file) if file.exists() else 0
+    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
+    why = "the file is truncated or corrupt, or a git-lfs pointer in the place of one"
+    instead = f"download {file.name} again"
+    if is_state_dict(file.name):
+        why += "; or it holds more than tensors by name, and a pickle could run whatever code was put into it"
+        instead += ", or the repository's safetensors; or, if you trust the file, convert it once: "
+        instead += f"AutoModelForCausalLM.from_pretrained({asked!r}).save_pretrained(FOLDER)"
+    return refused(asked, found, why, instead)
+
+
+def refused(asked: str, found: str, why: str, instead: str) -> UserError:
+    return UserError(asked=f"--model {asked}", found=found, why=why, instead=instead)
