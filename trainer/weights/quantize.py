@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import LazyArray, Slices, whole
+from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
@@ -122,7 +122,8 @@ class Quantized:
 
     def carried(self, base: HubWeights) -> dict[str, Lazy]:
         """The base's tensors beside the model's own, as they are in its files where this export has that format."""
-        forms, found = set(self.forms.values()), dict(base.untrained)
+        forms = set(self.forms.values())
+        found: dict[str, Array] = dict(base.untrained)
         for name, weight in self.published.items():
             if name in found and weight.form in forms:
                 del found[name]
