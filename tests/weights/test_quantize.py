@@ -179,7 +179,9 @@ def test_int4_words_are_those_that_compressed_tensors_packs_with_these_scales(ro
     read = whole(plain({f"a{tail}": part for tail, part in parts.items()}, settings).tensors["a.weight"])
     assert torch.equal(read, PackedQuantizationCompressor.decompress(state, scheme)["weight"])
     error = (read.float() - weight.float()).abs()
-    assert (error <= parts[".weight_scale"].float().repeat_interleave(group, 1) * 0.52).all()
+    assert (
+        error <= parts[".weight_scale"].float().repeat_interleave(group, 1) * 0.55
+    ).all()  # half a step, and what bfloat16 rounds
 
 
 # ---- a folder ----
