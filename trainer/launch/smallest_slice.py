@@ -32,7 +32,8 @@ def smallest_slices(facts: ModelFacts, args: TrainingArguments) -> Iterator[tupl
 def _fit(facts: ModelFacts, args: TrainingArguments, lora: Lora | None, topology: Topology) -> Fit | None:
     """The plan's bytes on a slice; None: too many, or the model's shapes don't divide over its chips."""
     room = SHARE * topology.chip.hbm_bytes
-    stored = 2 if lora is not None else 4  # bytes of a weight at least; a plan of a large model takes seconds
+    # bytes of a weight at least: a plan of a large model takes seconds
+    stored = 4 if lora is None else 2 if args.base_dtype == "bfloat16" else 0.5
     if facts.parameters * stored > room * topology.devices:
         return None
     try:

@@ -18,6 +18,15 @@ from shardwright.models.adapters.packings import PACKINGS, Packing, Weight
 _LEFT_ALONE = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
 
 
+def quantization_settings(config: PretrainedConfig) -> Mapping[str, Any]:
+    """The quantization_config of ``config`` or of its text part as plain values; {} if it has none."""
+    for part in (config, config.get_text_config()):
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            return settings if isinstance(settings, Mapping) else dict(settings.to_dict())
+    return {}
+
+
 def packing_of(base_dtype: str, config: PretrainedConfig) -> Packing | None:
     """The packing that ``base_dtype`` means; None: weights lie in the dtype of that name.
 
@@ -25,7 +34,7 @@ def packing_of(base_dtype: str, config: PretrainedConfig) -> Packing | None:
     """
     if base_dtype != SAME:
         return PACKINGS.get(base_dtype)
-    settings = _settings(config)
+    settings = quantization_settings(config)
     word = published(settings)
     if word is None:
         method = settings.get("quant_method") or settings.get("quant_algo")
@@ -58,7 +67,7 @@ def packed_among(names: Collection[str], base_dtype: str, facts: ModelFacts) -> 
     """Those of the weights ``names`` that ``base_dtype`` packs: all, or for :data:`SAME` the quantized ones."""
     if base_dtype != SAME:
         return list(names)
-    settings = _settings(facts.config)
+    settings = quantization_settings(facts.config)
     left = [str(word) for key in _LEFT_ALONE for word in settings.get(key) or ()]
     found = []
     for name in names:
@@ -80,12 +89,3 @@ def said(base_dtype: str, plan: ShardingPlan, facts: ModelFacts, names: Collecti
         return text
     why = packing.lacking(Weight(plan[kept[0]].shape)) or "it is tied"
     return f"{text}; so are {len(kept)} weights that it can't hold, such as {kept[0]}: {why}"
-
-
-def _settings(config: PretrainedConfig) -> Mapping[str, Any]:
-    """The config's quantization_config, or that of its text part; empty if it has none."""
-    for part in (config, config.get_text_config()):
-        settings = getattr(part, "quantization_config", None)
-        if settings:
-            return settings if isinstance(settings, Mapping) else dict(settings.to_dict())
-    return {}

@@ -28,12 +28,13 @@ from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
+from shardwright.model.base_storage import quantization_settings
 from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
 from shardwright.weights.formats.format import DEQUANTIZED
-from shardwright.weights.formats.published import FormatError, Published, plain, quantization_settings
+from shardwright.weights.formats.published import FormatError, Published, plain
 from shardwright.weights.hub_files import fetched
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp

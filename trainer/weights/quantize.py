@@ -27,11 +27,12 @@ from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
+from shardwright.model.base_storage import quantization_settings
 from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
-from shardwright.weights.formats.published import PackedWeight, quantization_settings
+from shardwright.weights.formats.published import PackedWeight
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.names import first_names
