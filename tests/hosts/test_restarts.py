@@ -103,6 +103,7 @@ def test_two_hosts_go_back_after_a_spike_as_one_does(home, lives, tmp_path):
         *("--recipe", "llama_fsdp", "--model", tmp_path / "model", "--dataset", tmp_path / "odd.jsonl"),
         *("--sequence_length", 32, "--max_steps", 50, "--learning_rate", 1e-2, "--warmup_steps", 0),
         *("--on_spike", "rollback", "--spike_window", 8, "--logging_steps", 4, "--save_steps", 12),
+        *("--compute", "scan=False,remat=none", "--max_eval_rows", 10),
     ]
     for hosts in (1, 2):
         logs = tmp_path / f"{hosts}-logs"

@@ -20,7 +20,7 @@ from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
-STEPS, SAVE = 60, 15
+STEPS, SAVE = 36, 6
 
 
 @pytest.fixture(scope="module")

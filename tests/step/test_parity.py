@@ -41,11 +41,13 @@ from tests.support.cases import (
 from tests.support.entered import entered
 from tests.support.jobs import job_of
 
+# what is told of a model's layers is told of one, not scanned: most of the time is to trace and compile
+ONE_LAYER = {"scan": False, "remat": "none"}
 QWEN2 = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8,
 }
 
@@ -150,14 +152,16 @@ def test_the_auxiliary_loss_has_its_value_and_gradients_in_the_graph():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_qwen2_with_its_biases_under_llama_tp(tied):
-    check_gradients(make_case("llama_tp", Qwen2Config(**QWEN2, num_key_value_heads=4, tie_word_embeddings=tied)))
+    check_gradients(
+        make_case("llama_tp", Qwen2Config(**QWEN2, num_key_value_heads=4, tie_word_embeddings=tied), **ONE_LAYER)
+    )
 
 
 def test_qwen3_moe_with_its_query_and_key_norms_under_mixtral_ep():
     config = Qwen3MoeConfig(
         **QWEN2, num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     )
-    check_gradients(make_case("mixtral_ep", config))
+    check_gradients(make_case("mixtral_ep", config, **ONE_LAYER))
 
 
 @pytest.mark.parametrize(
@@ -182,12 +186,12 @@ def test_a_recipe_made_from_the_model_itself(config, mesh):
     model = meta_model(config)
     recipe = auto_recipe(model, experts_modules(model), mesh, 8).recipe
     config.num_local_experts = getattr(config, "num_experts", None)
-    check_gradients(make_case(recipe, config))
+    check_gradients(make_case(recipe, config, **ONE_LAYER))
 
 
 def test_tied_llama_under_llama_fsdp():
-    config = small_config(load_recipe("llama_fsdp"), tie_word_embeddings=True)
-    check_gradients(make_case("llama_fsdp", config))
+    config = small_config(load_recipe("llama_fsdp"), tie_word_embeddings=True, num_hidden_layers=1)
+    check_gradients(make_case("llama_fsdp", config, **ONE_LAYER))
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_comes_close():
@@ -202,8 +206,8 @@ def test_bfloat16_compute_keeps_float32_weights_and_comes_close():
 
 
 def test_heads_that_the_tensor_axis_does_not_divide_equal_the_plain_model():
-    config = LlamaConfig(**{**SMALL, "hidden_size": 96}, num_attention_heads=6, num_key_value_heads=2)
-    case = make_case("llama_tp", config)
+    sizes = {**SMALL, "hidden_size": 96, "num_hidden_layers": 1}
+    case = make_case("llama_tp", LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2), **ONE_LAYER)
     assert case.plan.mesh["tensor"] == 4
     check_gradients(case)
 

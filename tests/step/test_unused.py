@@ -86,7 +86,7 @@ def test_what_takes_no_part_in_the_loss_stays_as_it_is_and_the_rest_equals_the_p
 
 
 def test_a_stack_trains_the_layers_that_take_part_in_the_loss_and_no_other():
-    case, name = make_case("llama_fsdp", weight_decay=0.5), "self_attn.o_proj.weight"
+    case, name = make_case("llama_fsdp", weight_decay=0.5, attention="sdpa"), "self_attn.o_proj.weight"
     case.step.trained = {f"model.layers.*.{name}": [True, False]}
     frozen = case.reference.get_parameter(f"model.layers.1.{name}").requires_grad_(False)
     gradients = case.gradients(make_batch(case.config))[1]
