@@ -45,7 +45,13 @@ ROUTED = {"num_experts_per_tok": 2}
 EXPERTS = {**ROUTED, "num_experts": 4, "moe_intermediate_size": 48}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 LINEAR |= {"linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"]}
-DENSE_FIRST = {"first_k_dense_replace": 1, "n_routed_experts": 4, "moe_intermediate_size": 48, "n_shared_experts": 1}
+DENSE_FIRST = {
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "llama, tied": {**SMALL, "tie_word_embeddings": True},
@@ -116,6 +122,16 @@ FAMILIES["qwen3_5_moe"] = {  # the whole, whose text part is adapted
     "vision_start_token_id": 12,
     "vision_end_token_id": 13,
 }
+# tensors of the layers for multi-token prediction, which no run trains and an export carries
+AFTER_THE_LAST = [
+    *("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head", "input_layernorm"),
+    *("self_attn.o_proj", "mlp.experts.0.up_proj"),
+]
+BESIDE = ["fc", "norm", "pre_fc_norm_hidden", "layers.0.self_attn.q_proj", "layers.0.mlp.experts.0.up_proj"]
+CARRIED = {
+    **{family: [f"model.layers.2.{name}.weight" for name in AFTER_THE_LAST] for family in ("deepseek_v3", "glm4_moe")},
+    **{family: [f"mtp.{name}.weight" for name in BESIDE] for family in ("qwen3_next", "qwen3_5_moe")},
+}
 RANK, ALPHA = 2, 4.0
 # what is adapted, and whether experts are written one by one
 ADAPTERS = {"peft": ("inner", False), "per_expert": ("inner", True), "lm_head": ("head", False)}
@@ -133,7 +149,8 @@ class Small:
 
     def export(self, folder: Path) -> None:
         whole = facts_of(self.config).whole
-        export(folder, copy.deepcopy(whole), seeded_init(whole, 0))
+        carried = {name: torch.ones(8, 8) for name in CARRIED.get(self.family, ())}
+        export(folder, copy.deepcopy(whole), seeded_init(whole, 0), untrained=carried)
 
     def files(self, kind: str) -> AdapterFiles | None:
         """The adapter of a ``kind`` of ADAPTERS; None: the head is tied."""
