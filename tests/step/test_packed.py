@@ -31,10 +31,15 @@ WHOLE = slice(None)
     ("base_dtype", "recipe", "changes", "compute"),
     [
         ("int8", "mixtral_ep", {}, {"experts": "capacity"}),  # experts whose weights are gathered as codes
-        ("fp8", "gpt_oss_ep", {}, {"scan": False}),  # weights stored the other way round, and biases
+        (
+            "fp8",
+            "gpt_oss_ep",
+            {"num_hidden_layers": 2},
+            {"scan": False},
+        ),  # weights stored the other way round, and biases
         ("fp8_rows", "mixtral_ep", {}, {"experts": "capacity", "scan": False}),
         ("mxfp4", "llama_tp", WIDE, {}),
-        ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64}, {}),
+        ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 2}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
     ],
     ids=str,

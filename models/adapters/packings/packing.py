@@ -3,7 +3,7 @@
 Scales are those of blocks: a weight is its codes' numbers times the scale of the block that each lies in. Both parts
 have as many dimensions as the weight, so a weight's layout is theirs. Codes are unpacked just before use.
 
-Shape suffixes: none; a weight is [..., rows, columns], and its inputs are one of the two.
+A weight is [..., rows, columns], and its inputs are one of the two.
 """
 
 import math
