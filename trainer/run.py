@@ -118,6 +118,8 @@ class Start:
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
         say(console, f"weights: {self.weights_said(resume)}")
+        if isinstance(self.source, HubWeights) and (formats := self.source.published.said):
+            say(console, f"         {formats}")
         if isinstance(self.source, HubWeights) and (names := self.source.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
             if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):

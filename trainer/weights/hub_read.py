@@ -34,6 +34,7 @@ from shardwright.files.safetensors_file import DTYPES
 from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
+from shardwright.weights.formats.published import Published, plain, quantization_settings
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
 
@@ -65,7 +66,8 @@ class HubWeights:
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model, self.mtp = asked, model, mtp.layer_names(model)
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
-        self.tensors = {name: tensor for file in files for name, tensor in self._open(file).items()}
+        self.published = self._dequantized({name: t for file in files for name, t in self._open(file).items()})
+        self.tensors = self.published.tensors
         self.groups = self._match()
         self.untrained = self._set_aside()  # by the files' names: what they hold, and the model goes without
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
@@ -79,8 +81,9 @@ class HubWeights:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of the model's tensors."""
-        read = [self.tensors[name] for group in self.groups.values() for _, name in group.members]
+        """The bytes of the model's tensors in the files."""
+        names = [name for group in self.groups.values() for _, name in group.members]
+        read = [tensor for name in names for tensor in self.published.stored(name)]
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in read)
 
     def __call__(self, name: str) -> Array:
@@ -106,6 +109,16 @@ class HubWeights:
             return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
         except Exception as error:  # safetensors', and torch's for shapes that it can't hold
             raise _unreadable(self.asked, file, error) from error
+
+    def _dequantized(self, tensors: Mapping[str, Array]) -> Published:
+        """The files' tensors as plain weights; raises UserError where they are quantized and can't be read."""
+        settings = quantization_settings(self.model.config)
+        try:
+            return plain(tensors, settings)
+        except ValueError as error:
+            why = "quantized weights are read with the tensors that say what their codes stand for"
+            instead = "all of the files, as they were published; or the checkpoint in bfloat16 or float32"
+            raise _refused(self.asked, str(error), why, instead) from error
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
@@ -207,11 +220,8 @@ class HubWeights:
 def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
     """Opens the weights of ``model`` (on meta) in the folder ``name``, or fetches those of that hub id.
 
-    Raises UserError if there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
+    Raises UserError if there are none, they are pickled, or :class:`HubWeights` refuses them.
     """
-    if getattr(model.config, "quantization_config", None):
-        why = "quantized weights are not trained, and are dequantized by each method's own library"
-        raise _refused(name, "its config.json has a quantization_config", why, _PLAIN)
     try:
         folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises many kinds

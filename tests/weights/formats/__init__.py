@@ -1,0 +1,1 @@
+"""Published formats of weights, each against a referee."""
