@@ -40,6 +40,10 @@ recipe = Recipe(
         "model.layers.*.mlp.gate_proj.weight": {"fsdp": Shard(0), "expert": Shard(0)},
         "model.layers.*.mlp.up_proj.weight": {"fsdp": Shard(0), "expert": Shard(0)},
         "model.layers.*.mlp.down_proj.weight": {"fsdp": Shard(1), "expert": Shard(1)},
+        # MTP layers, where they are trained
+        "model.layers.*.eh_proj.weight": {"fsdp": Shard(0), "expert": Shard(0)},
+        "model.layers.*.[eh]norm.weight": {},
+        "model.layers.*.shared_head.norm.weight": {},
     },
     activations={"model.layers.*": {"fsdp": Shard(0), "expert": Shard(0)}},
     compute=Compute(experts="dropless", remat="full", scan=True),

@@ -37,6 +37,12 @@ recipe = Recipe(
         "model.norm.weight": {},
         "lm_head.weight": {"fsdp": Shard(0), "expert": Shard(0)},
     },
+    optional={
+        # an MTP layer, where it is trained
+        "model.layers.*.eh_proj.weight": {"fsdp": Shard(0), "expert": Shard(0)},
+        "model.layers.*.[eh]norm.weight": {},
+        "model.layers.*.shared_head.norm.weight": {},
+    },
     activations={"model.layers.*": {"fsdp": Shard(0), "expert": Shard(0)}},
     compute=Compute(experts="dropless", router_loss=True, remat="full", scan=True),
     model={

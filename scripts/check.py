@@ -29,9 +29,11 @@ def main() -> None:
     import transformers
     from rich.table import Table
 
+    from shardwright.arguments.adapter_options import SAME
     from shardwright.arguments.training import TrainingArguments
     from shardwright.launch.smallest_slice import SHARE, smallest_slices
     from shardwright.layout.auto import AUTO, UNMADE
+    from shardwright.model.base_storage import published, quantization_settings
     from shardwright.model.facts import facts_of
     from shardwright.model.meta_model import load_config
     from shardwright.report.lines import Terminal, say, waiting
@@ -54,8 +56,14 @@ def main() -> None:
     if arguments.no_slices:
         return
     table = Table("training", *(f"{part}" for part in ("generation", "smallest slice", "chips", "a chip holds")))
-    for title, options in (("all weights", {}), (f"LoRA of rank {LORA_R}", {"lora_r": LORA_R})):
-        args = TrainingArguments(recipe=AUTO, model=arguments.model, num_train_epochs=1, **options)
+    lora = f"LoRA of rank {LORA_R}"
+    kinds: list[tuple[str, int | None, str]] = [("all weights", None, "bfloat16"), (lora, LORA_R, "bfloat16")]
+    if published(quantization_settings(facts.config)):
+        kinds.append((f"{lora}, --base_dtype {SAME}", LORA_R, SAME))
+    for title, lora_r, stored in kinds:
+        args = TrainingArguments(
+            recipe=AUTO, model=arguments.model, num_train_epochs=1, lora_r=lora_r, base_dtype=stored
+        )
         with waiting(console, f"planning {title} …"):
             found = list(smallest_slices(facts, args))
         for chip, fit in found:

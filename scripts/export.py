@@ -44,7 +44,7 @@ def main() -> None:
     from shardwright.checkpoint.read import RunCheckpoint
     from shardwright.files.folder import TEMPORARY, Folder
     from shardwright.model.facts import facts_of
-    from shardwright.model.lora_options import read_config
+    from shardwright.model.peft_config import read_config
     from shardwright.weights.adapter_weights import merge_factors
     from shardwright.weights.formats.published import base_dtype
     from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
@@ -66,9 +66,9 @@ def main() -> None:
     saved = RunCheckpoint(Folder(arguments.checkpoint))
     config = saved.config
     base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
-    facts = facts_of(config)
+    facts = facts_of(config, saved.arguments.get("train_mtp", False))
     model, whole, names = facts.model, facts.whole, facts.names_in_whole
-    lora = read_config(saved.folder, model) if saved.has_adapter else None
+    lora = read_config(saved.folder, model, checkpoint=True) if saved.has_adapter else None
     if arguments.merge and lora is None:
         raise UserError(
             asked="--merge",

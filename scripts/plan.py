@@ -30,6 +30,7 @@ AUTO = "auto"
 # options of a run that change what a device holds, and those of its length
 _RUN: dict[str, type] = {"lora_r": int, "max_steps": int, "warmup_steps": float}
 _RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "optimizer_dtype", "optim"), str)
+_RUN |= dict.fromkeys(("rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"), str)
 
 
 def main() -> None:
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
+    parser.add_argument("--train_mtp", action="store_true", help="as scripts/train.py --train_mtp")
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
@@ -58,17 +60,18 @@ def main() -> None:
         _check_new(Path(arguments.write), arguments.recipe)
     made = None
     if arguments.recipe == AUTO:
-        facts = facts_of(load_config(arguments.model, UNMADE))
+        facts = facts_of(load_config(arguments.model, UNMADE), arguments.train_mtp)
         made = auto_recipe(facts.model, facts.experts, arguments.mesh, arguments.devices)
         recipe = made.recipe
     else:
         recipe = load_recipe(arguments.recipe)
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
-        facts = facts_of(load_config(arguments.model, recipe))
+        facts = facts_of(load_config(arguments.model, recipe), arguments.train_mtp)
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
+    options["train_mtp"] = arguments.train_mtp
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
-    plan = plan_of(recipe, facts, lora_of(args, facts.model), arguments.devices, args)
+    plan = plan_of(recipe, facts, lora_of(args, facts), arguments.devices, args)
     warnings = list(plan_warnings(plan))
     if args.max_steps > 0 and (notice := args.schedule(peak=1.0).notice):
         warnings.append(f"learning rate: {notice}")

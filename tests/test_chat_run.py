@@ -16,7 +16,7 @@ from shardwright.errors import UserError
 from shardwright.run import train
 from tests.support.chats import CHATML, DATED, byte_tokenizer, chats, clock, write_records
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 304}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 304}
 
 
 @pytest.fixture
@@ -27,6 +27,8 @@ def arguments(tmp_path: Path) -> dict:
     LlamaConfig(**SMALL, intermediate_size=32, eos_token_id=[256, stop]).save_pretrained(tmp_path / "model")
     return {
         "recipe": "llama_fsdp",
+        "compute": "scan=False,remat=none",
+        "max_eval_rows": 16,
         "model": str(tmp_path / "model" / "config.json"),
         "tokenizer": str(tmp_path / "tokenizer"),
         "dataset": str(write_records(tmp_path / "chats.jsonl", chats(80))),

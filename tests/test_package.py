@@ -27,7 +27,9 @@ def modules() -> dict[str, Path]:
     """Path in a wheel → file in the checkout, of all that is to be in it."""
     found = {}
     for package, folder in FOLDERS.items():
-        data = folder.glob("*.json") if package.endswith("configs") else folder.rglob("*.j2")
+        data = (
+            folder.glob("*.json") if package.endswith("configs") else [*folder.rglob("*.j2"), *folder.rglob("*.json")]
+        )
         for file in [*folder.rglob("*.py"), *data]:
             found[f"{package.replace('.', '/')}/{file.relative_to(folder).as_posix()}"] = file
     return found

@@ -25,6 +25,7 @@ from shardwright import Trainer, TrainingArguments, UserError
 from shardwright.arguments.training import Settings
 from shardwright.inputs import resolve
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import lora_of
 from shardwright.step.eval_metrics import Predictions, metric_names
 from shardwright.weights.hub_push import push_folder
@@ -338,7 +339,7 @@ def test_a_lora_config_means_the_weights_that_it_means_to_peft(family, fields):
     args, _ = resolve(None, model=config, peft_config=lora)
     assert (args.lora_r, args.lora_alpha, args.use_rslora) == (4, 6.0, True)
     model = AutoModelForCausalLM.from_config(config)
-    found = lora_of(args, model)
+    found = lora_of(args, facts_of(config))
     assert found is not None
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     factors = [4 * math.prod(shapes[name][:-2]) * sum(shapes[name][-2:]) for name in found.targets]
@@ -353,12 +354,22 @@ def test_all_linear_of_a_lora_config_takes_experts_too():
     assert args.lora_target == "all-linear"
 
 
+def test_what_a_lora_config_says_beside_plain_lora_becomes_options():
+    fields = {"rank_pattern": {r".*\.1\..*q_proj": 2}, "modules_to_save": ["lm_head"], "init_lora_weights": "pissa"}
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, use_dora=True, **fields)
+    args, _ = resolve(None, model=LlamaConfig(**SIZES), peft_config=lora)
+    found = lora_of(args, facts_of(LlamaConfig(**SIZES)))
+    assert (found.dropout, found.dora, found.start, found.whole) == (0.1, True, "pissa", ("lm_head.weight",))
+    assert found.ranks == (("model.layers.1.self_attn.q_proj.weight", 2),)
+    assert {name.split(".")[-2] for name in found.targets} == {"q_proj", "v_proj"}
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"lora_dropout": 0.1}, {"use_dora": True}, {"init_lora_weights": "gaussian"}, {"bias": "all"},
-     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}}, {"task_type": "SEQ_CLS"}],
+    [{"init_lora_weights": "eva"}, {"bias": "all"}, {"trainable_token_indices": [1]}, {"modules_to_save": ["x"]},
+     {"task_type": "SEQ_CLS"}],
 )  # fmt: skip
-def test_what_a_lora_config_says_beyond_plain_lora_is_refused_by_name(fields):
+def test_what_a_lora_config_says_that_is_not_done_here_is_refused_by_name(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         resolve(None, model=LlamaConfig(**SIZES), peft_config=LoraConfig(target_modules=["q_proj"], **fields))
 

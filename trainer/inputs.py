@@ -15,8 +15,9 @@ from shardwright.errors import UserError
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
-from shardwright.model import lora_options, meta_model
+from shardwright.model import meta_model
 from shardwright.model.facts import facts_of
+from shardwright.model.peft_config import options_of
 from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
@@ -99,6 +100,13 @@ def resolve(
     args = args or TrainingArguments()
     args = replace(args, **options) if options else args
     found = RunInputs(**given)
+    if found.model is not None and args.train_mtp:
+        raise UserError(
+            asked=f"model=a {type(found.model).__name__}, and train_mtp",
+            found="a model of transformers, which leaves MTP layers out",
+            why="there would be no values for them",
+            instead="model= as the hub id or folder of a checkpoint that has them",
+        )
     if found.model is not None and args.from_scratch:
         raise UserError(
             asked=f"model=a {type(found.model).__name__}, and from_scratch",
@@ -118,7 +126,7 @@ def resolve(
             raise _kind("peft_config", peft_config, "a peft.LoraConfig")
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
         facts = facts_of(found.config or meta_model.load_config(args.model, written))
-        args = replace(args, **lora_options.options_of(peft_config.to_dict(), facts.model))
+        args = replace(args, **options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole))
     return args, found
 
 

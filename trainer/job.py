@@ -24,7 +24,7 @@ from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.model import assembly, lora_options, meta_model, model_checks, unused_parameters
+from shardwright.model import assembly, lora_options, meta_model, model_checks, peft_config, unused_parameters
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
@@ -64,7 +64,7 @@ class Job:
         if config is None and settings.model is not None:  # from here on all of it is of one commit
             settings = replace(settings, model=pinned(settings.model))
         written = _written_recipe(args, recipe)
-        facts = facts_of(config or meta_model.load_config(settings.model, written or UNMADE))
+        facts = facts_of(config or meta_model.load_config(settings.model, written or UNMADE), args.train_mtp)
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
@@ -83,7 +83,7 @@ class Job:
                 f"or --per_device_train_batch_size {devices // math.gcd(rows * length, devices)} times as large",
             )
         if self.lora is not None:
-            lora_options.check_use(self.adapted, self.unused[0], self.args)
+            lora_options.check_use(self.lora, self.adapted, self.unused[0], self.args)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -97,7 +97,7 @@ class Job:
     @functools.cached_property
     def lora(self) -> Lora | None:
         """The weights that LoRA adapts; None: the whole model is trained."""
-        return lora_options.lora_of(self.args, self.model)
+        return lora_options.lora_of(self.args, self.facts)
 
     @property
     def adapted(self) -> PreTrainedModel:
@@ -135,7 +135,7 @@ class Job:
         """The plan of the assembled model's parameters, as they are stored."""
         for module in self.assembled.modules():
             if isinstance(module, DecoderLayers):
-                return self.plan.stacked(module.name, module.stacks, len(module))
+                return self.plan.stacked(module.name, module.stacks, module.depth)
         return self.plan
 
     @property
@@ -213,7 +213,7 @@ class Job:
         recipe, args, plan = self.recipe.as_dict(), self.args.as_dict(), self.plan.as_json()
         texts = {"recipe.json": recipe, "training_args.json": args, "plan.json": plan}
         if self.lora is not None:
-            texts[lora_options.CONFIG] = lora_options.as_config(self.lora, self.model, self.args.model, {})
+            texts[peft_config.CONFIG] = peft_config.as_config(self.lora, self.model, self.args.model, {})
         return texts
 
 

@@ -35,11 +35,12 @@ from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
-from shardwright.model.lora_options import check_same, described
+from shardwright.model.lora_options import check_same, described, stored_said
 from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
+from shardwright.weights import mtp
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading, reopen_hub_weights
 from shardwright.weights.names import first_names
@@ -123,6 +124,8 @@ class Start:
             say(console, f"         {formats}")
         if isinstance(self.source, HubWeights) and (names := self.source.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
+            if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):
+                say(console, f"warning: {stale}")
         corpus = hosts().together(lambda: _load_data(self, console))
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -312,6 +315,13 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
+    if (trained := found.arguments.get("train_mtp", False)) is not job.args.train_mtp:
+        raise UserError(
+            asked=f"to go on from {found.folder} with{'' if job.args.train_mtp else 'out'} --train_mtp",
+            found=f"a checkpoint with{'' if trained else 'out'} MTP layers",
+            why="the run's model, its optimizer and its loss would be others than those that were saved",
+            instead=f"the run's own option: --train_mtp {str(trained).lower()}",
+        )
     found.check_model(job.adapted, job.config)
     found.check_optimizer(job.args.optim)
     if job.lora is not None:
@@ -343,7 +353,8 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
         say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
-        say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")
+        stored = stored_said(job.facts, job.plan, job.args)
+        say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, {stored}")
     if code := getattr(job.config, "auto_map", None):
         own = code.get("AutoModelForCausalLM", code.get("AutoModel")) if isinstance(code, dict) else code
         say(console, f"         transformers' own class; the code that its repository brings ({own}) is not run")

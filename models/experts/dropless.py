@@ -50,6 +50,7 @@ class Dropless:
     batch_axes: Axes = ()  # they split tokens outside; inside all axes do, so no two devices do the same work
     expert_axes: Axes = ()  # they split dimension 0 of every parameter; tokens cross them, and weights don't
     weight_specs: Mapping[str, Spec] = field(default_factory=dict)  # by parameter's name; replicated if not named
+    lie_turned: frozenset[str] = frozenset()  # parameters that come with their last two dimensions swapped in memory
     order: tuple[int, ...] | None = None
     # bound on a round's rows of hidden width, and on a block's rows of the first projection's width
     # (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once
@@ -77,12 +78,13 @@ class Dropless:
             activation=_activation(experts, widths[0]),
             names=tuple(names),
             out_first=not experts.is_transposed,
-            lora_scale=getattr(experts, SCALE, 0.0),
+            lora_scales=tuple(getattr(experts, name + SCALE, (0.0,))[0] for name in names[:2]),
             trained=tuple(p.requires_grad for p in parameters),
             axes=tuple(sizes),
             expert_axes=self.expert_axes,
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
+            lies_turned=tuple(name in self.lie_turned for name in names),
             widths=widths,
             buffer_bytes=self.buffer_bytes,
             flops_a_byte=self.flops_a_byte,

@@ -36,28 +36,29 @@ class ExpertShards:
     activation: activation.Activation
     names: tuple[str, ...]  # of the parameters: the two projections, their biases, factors of LoRA
     out_first: bool  # weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H]
-    lora_scale: float
+    lora_scales: tuple[float, float]  # of each projection
     trained: tuple[bool, ...]  # whether a parameter has a gradient
     axes: Axes  # all of the mesh
     expert_axes: Axes
     expert_shards: int  # devices along the expert axes
     specs: tuple[tuple[Axes, ...], ...]  # the axes of each dimension of each parameter
+    lies_turned: tuple[bool, ...]  # whether a parameter lies in memory with its last two dimensions swapped
     widths: tuple[int, int]  # F and I
     buffer_bytes: int
     flops_a_byte: float
     keep: bool = False
     keep_all: bool = False
 
-    def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
-        """Gather a whole parameter of the experts held here from its shards, perhaps transposed (see `turned`)."""
-        for dim, axes in self._gathered(spec):
+    def whole(self, number: int, shard: Array) -> Array:
+        """Gather parameter ``number`` of the experts held here from its shards, perhaps transposed (see `turned`)."""
+        for dim, axes in self._gathered(self.specs[number]):
             for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu would run an all-reduce
                 shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
-        return shard.swapaxes(1, 2) if self.turned(spec) else shard
+        return shard.swapaxes(1, 2) if self.turned(number) else shard
 
-    def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
-        """Sum the devices' gradients of a whole parameter, into the parameter's own layout and ``dtype``."""
-        gradient, turned = gradient.astype(dtype), self.turned(spec)
+    def reduced(self, number: int, gradient: Array, dtype: Any) -> Array:
+        """Sum the devices' gradients of parameter ``number``, into the parameter's own layout and ``dtype``."""
+        gradient, turned, spec = gradient.astype(dtype), self.turned(number), self.specs[number]
         if turned:
             # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
             gradient = grouped_matmul.row_major(gradient)
@@ -76,16 +77,16 @@ class ExpertShards:
         rest = tuple(axis for axis in self.axes if axis not in split)
         return lax.psum(gradient, rest) if rest else gradient
 
-    def turned(self, spec: tuple[Axes, ...]) -> bool:
-        """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered."""
+    def turned(self, number: int) -> bool:
+        """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered."""
         # a TPU lays the result of such a gather out with the other dimension as the minor one: a kernel that expects
         # the last there would begin with a transposed copy
-        return [dim for dim, _ in self._gathered(spec)] == [2]
+        return self.lies_turned[number] or [dim for dim, _ in self._gathered(self.specs[number])] == [2]
 
     def contract_last(self, number: int) -> bool:
         """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
         out_first = self.out_first or self.names[number].endswith((A, B))
-        return out_first != self.turned(self.specs[number])
+        return out_first != self.turned(number)
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
         """(dimension, axes) of each dimension that `whole` gathers."""
@@ -154,7 +155,7 @@ class ExpertShards:
     def whole_shape(self, number: int, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that `whole` gives parameter ``number``, which is of ``shape`` on all devices together."""
         experts, *widths = shape
-        return (experts // self.expert_shards, *(reversed(widths) if self.turned(self.specs[number]) else widths))
+        return (experts // self.expert_shards, *(reversed(widths) if self.turned(number) else widths))
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
@@ -162,7 +163,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
     With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, and the :meth:`ExpertShards.kept_weights`.
     """
-    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    parameters = [local.whole(number, shard) for number, shard in enumerate(shards)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.at_once and not gathers_beside():
         # libtpu runs a gather alone if only kernels could overlap with it, as behind the first product, or if tokens
@@ -198,8 +199,7 @@ def backward(
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
     whole = dict(zip(weights, given[len(given) - len(weights) :], strict=True))
-    pairs = enumerate(zip(shards, local.specs, strict=True))
-    parameters = [whole[n] if n in whole else local.whole(shard, spec) for n, (shard, spec) in pairs]
+    parameters = [whole[n] if n in whole else local.whole(n, shard) for n, shard in enumerate(shards)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
@@ -221,7 +221,7 @@ def backward(
     came, made = local.came_and_made(kept)
     sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes, *came)
     gradients = [
-        local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
+        local.reduced(n, g, p.dtype) for n, (g, p) in enumerate(zip(sums, shards, strict=True)) if g is not None
     ]
     return grad_x, grad_weight, *gradients
 
@@ -264,7 +264,7 @@ class _Projection:
         return self._times(block, self._scaled(grad_B), self.b, back=True)
 
     def _scaled(self, x_B: Array) -> Array:
-        return x_B * jnp.asarray(self.local.lora_scale, x_B.dtype)
+        return x_B * jnp.asarray(self.local.lora_scales[self.number], x_B.dtype)
 
     def _times(self, block: Block, x_B: Array, number: Any, *, back: bool = False) -> Array:
         last = self.local.contract_last(number) != back

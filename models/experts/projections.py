@@ -21,7 +21,8 @@ def mlp(experts: Any, x_ENH: Tensor, scale_EN1: Tensor | None = None) -> Tensor:
         y = partial_gradients.expert_linear(x, weight, bool(experts.is_transposed))
         if hasattr(experts, name + A):
             low = partial_gradients.expert_linear(x, getattr(experts, name + A), False)
-            y = y + partial_gradients.expert_linear(low, getattr(experts, name + B), False) * getattr(experts, SCALE)
+            (scale,) = getattr(experts, name + SCALE)
+            y = y + partial_gradients.expert_linear(low, getattr(experts, name + B), False) * scale
         return partial_gradients.expert_bias(y, getattr(experts, f"{name}_bias")) if experts.has_bias else y
 
     if experts.has_gate:

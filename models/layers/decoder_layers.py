@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.models.layers.grouping import Grouping, Repetition, group
 from shardwright.models.layers.layer_run import LayerPart, LayerRun, Prepare
+from shardwright.models.layers.mtp import trunk_and_behind
 from shardwright.models.layers.remat import Value, partitioner
 from shardwright.models.ops import randomness
 
@@ -64,18 +65,23 @@ def number_layers(model: nn.Module) -> None:
 
 
 class DecoderLayers(nn.ModuleList):
-    """The layer list ``name`` of a decoder, which yields a callable for each of its layers."""
+    """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
 
-    def __init__(self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None) -> None:
+    ``behind`` has callables for MTP layers, which the decoder does not run.
+    """
+
+    def __init__(
+        self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None, behind: Sequence[nn.Module] = ()
+    ) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.depth = name, len(layers) + len(behind)
         self.runs: list[LayerRun] = []
         self._callables: list[_Callable] = []
         for run in grouping.runs if grouping else [Repetition(index, 1, 1) for index in range(len(layers))]:
             parts = []
             for j in range(run.period):
                 members = layers[run.start + j : run.stop : run.period]
-                key = _slice(run, j, len(layers))
+                key = _slice(run, j, self.depth)
                 # changes the first layer of the stack
                 stacked = _stack(members, grouping) if grouping and run.count > 1 else frozenset()
                 self.add_module(key, members[0])
@@ -84,6 +90,11 @@ class DecoderLayers(nn.ModuleList):
             self.runs.append(LayerRun(parts, run.start, run.count))
             members = layers[run.start : run.stop]
             self._callables += [_Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(members)]
+        self.behind: list[_Callable] = []
+        for index, layer in enumerate(behind, start=len(layers)):
+            self.add_module(str(index), layer)
+            self.runs.append(LayerRun([LayerPart(f"{name}.{index}", layer)], index))
+            self.behind.append(_Callable(self.runs[-1], 0, layer))
 
     def configure(self, prepare: Prepare, remat: str | float) -> None:
         """Set the function applied to parameters just before use (a cast, a layout), and the remat policy."""
@@ -174,5 +185,5 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _replace(model: nn.Module, grouping: Grouping | None) -> None:
     name = find_layers(model)
     parent, _, child = name.rpartition(".")
-    layers = list(model.get_submodule(name).children())
-    setattr(model.get_submodule(parent), child, DecoderLayers(name, layers, grouping))
+    layers, behind = trunk_and_behind(model.get_submodule(name).children())
+    setattr(model.get_submodule(parent), child, DecoderLayers(name, layers, grouping, behind))

@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.layers import layer_inputs  # noqa: F401  # the mappings that it registers are flattened here
 from shardwright.models.layers.comparing import described
+from shardwright.models.layers.mtp import trunk_and_behind
 
 ROWS, LENGTH = 3, 16  # shape of the trial run's tokens
 UNUSED, UNLIKE = "", "?"  # neither is a path
@@ -51,8 +52,7 @@ def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]
         Exception: whatever the model raises where it can't be run on meta.
     """
     model = copy.deepcopy(model).to("meta").eval()
-    layers = model.get_submodule(name)
-    assert isinstance(layers, nn.ModuleList)
+    layers, _ = trunk_and_behind(model.get_submodule(name).children())
     loop = _Loop(len(layers))
     for index, layer in enumerate(layers):
         watched(layer, index)

@@ -38,7 +38,9 @@ class LayerGraph:
             self.differentiable = [t.requires_grad for t in outputs]  # not integers, nor outputs of no such input
             ends = [t for t in outputs if t.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-        self._forward, self._backward, self._outputs = found["forward"], found["backward"], len(outputs)
+        self._forward, self._outputs = found["forward"], len(outputs)
+        # none where nothing learns, as in layers before the first with factors
+        self._backward = found.get("backward")
         # that the forward could keep, if the remat policy chooses among them
         self.values: tuple[Value, ...] = self._forward.meta.get(VALUES, ())
         with torch.no_grad():
@@ -55,4 +57,5 @@ class LayerGraph:
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the gradient of each input, or None, from those of the differentiable outputs."""
+        assert self._backward is not None
         return self._backward(*saved, *gradients)

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright.models.layers.comparing import attributes, described
 from shardwright.models.layers.decoder_loop import Seen, watch
+from shardwright.models.layers.mtp import trunk_and_behind
 
 # (dotted name of a module in its layer, attribute)
 Where = tuple[str, str]
@@ -50,7 +51,7 @@ def group(model: nn.Module, name: str) -> Grouping:
     Raises:
         ValueError: the decoder can't be run on meta, or not as a loop over its layers; says why.
     """
-    layers = list(model.get_submodule(name).children())
+    layers, _ = trunk_and_behind(model.get_submodule(name).children())
     shared = _shared(model, name)
     alike = defaultdict(list)
     for index, layer in enumerate(layers):

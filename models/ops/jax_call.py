@@ -47,7 +47,8 @@ _target: list[tuple[str, str]] = []
 _ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all=true"
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 
-_DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "int32", "int8", "bool")}
+_NAMES = ("float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool")
+_DTYPES = {getattr(torch, name): name for name in _NAMES}
 
 
 def lowered_for() -> tuple[str, str]:

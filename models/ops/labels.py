@@ -17,6 +17,18 @@ def targets(labels: Tensor) -> Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE)
 
 
+def further_targets(batch: Mapping[str, Tensor], depth: int) -> Tensor:
+    """Return the label ``depth`` tokens behind the next one's; -100 where it is not scored. [..., S]
+
+    In rows with ``segment_ids`` it is of the same segment as the position.
+    """
+    labels, ahead = batch["labels"], min(depth + 1, batch["labels"].shape[-1])
+    found = F.pad(labels[..., ahead:], (0, ahead), value=IGNORE)
+    if (segments := batch.get("segment_ids")) is None:
+        return found
+    return torch.where(F.pad(segments[..., ahead:], (0, ahead)) == segments, found, IGNORE)
+
+
 def segment_targets(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the targets of a packed batch, where every token of a segment is one, its prompt included. [..., S]"""
     tokens, segments = batch["input_ids"], batch["segment_ids"]

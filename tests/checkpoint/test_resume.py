@@ -53,7 +53,7 @@ def as_options(place: Path) -> dict[str, Any]:
     """The arguments of a tiny run as `TrainingArguments` takes them."""
     words = [str(word).lstrip("-") for word in tiny_run(place)]
     options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
-    return options | {"sequence_length": 32, "warmup_steps": 5}
+    return options | {"sequence_length": 32, "warmup_steps": 5, "max_eval_rows": 10}
 
 
 @pytest.fixture(scope="module")

@@ -17,18 +17,19 @@ from tests.support.tasks import MOE, TINY
 from tests.support.tpu_compiler import needs_libtpu
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
-COMMON = ["--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--max_eval_rows", 16, "--sequence_length", 32]
+COMMON = ["--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--max_eval_rows", 12, "--sequence_length", 32]
+COMMON += ["--compute", "scan=False,remat=none"]  # to trace and compile a scan takes longest: one case has it
 EXPERTS = ["--recipe", "mixtral_ep", "--model", "{home}/experts", "--dataset", "{home}/text"]
 PAIRS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/pairs.jsonl", "--objective", "dpo"]
 CHATS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/short.jsonl", "--packing", "false"]
 TEXT = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/text"]
 BEST = ["--eval_strategy", "steps", "--eval_steps", 2, "--load_best_model_at_end", "true"]
 CASES = {
-    "dropless experts, tensor parallel": [*EXPERTS, "--recipe", "mixtral_ep_tp"],
+    "dropless experts, tensor parallel": [*EXPERTS, "--recipe", "mixtral_ep_tp", "--compute", "scan=True"],
     "capacity experts with an adapter on 8 bits": [
         *EXPERTS,
         "--compute",
-        "experts=capacity",
+        "experts=capacity,scan=False,remat=none",
         "--lora_r",
         4,
         "--base_dtype",
@@ -49,7 +50,8 @@ def home(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("features")
     write_text(made)
     torch.manual_seed(0)
-    for name, config in {"experts": MixtralConfig(**MOE), "dense": LlamaConfig(**TINY)}.items():
+    dense = LlamaConfig(**TINY | {"num_hidden_layers": 1})
+    for name, config in {"experts": MixtralConfig(**MOE), "dense": dense}.items():
         AutoModelForCausalLM.from_config(config).save_pretrained(made / name)
         byte_tokenizer().save_pretrained(made / name)
     pairs = [{"prompt": f"{i}?", "chosen": f"{i * i} it", "rejected": "no " * (i % 5 + 1)} for i in range(300)]

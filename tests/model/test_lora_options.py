@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.model.lora_options import CONFIG, check_same
+from shardwright.model.lora_options import check_same
+from shardwright.model.peft_config import CONFIG
 from tests.support.cases import SMALL
 from tests.support.fork_server import run
 from tests.support.jobs import job_of
@@ -35,8 +36,8 @@ def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
         "model.layers.0.mlp.experts.down_proj",
         "lm_head.weight",
     ]
-    assert job.lora.scale == 1.5
-    assert job_of("llama_tp", lora_r=4, use_rslora=True).lora.scale == 8 / math.sqrt(4)
+    assert job.lora.scale(job.lora.targets[0]) == 1.5
+    assert job_of("llama_tp", lora_r=4, use_rslora=True).lora.scale("") == 8 / math.sqrt(4)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +49,49 @@ def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
         ({"lora_r": 4, "adapter_format": "gguf"}, "one of peft, per_expert"),
         ({"lora_r": 4, "base_dtype": "int4"}, "one of float32, bfloat16, int8"),
         ({"base_dtype": "int8"}, "without an adapter all weights are trained"),
+        ({"lora_dropout": 0.1}, "without a rank all weights are trained"),
+        ({"lora_r": 4, "lora_dropout": 1.0}, "it is a probability"),
+        ({"lora_r": 4, "rank_pattern": "q_proj"}, "no NAME=NUMBER"),
+        ({"lora_r": 4, "layers_to_transform": "1-3"}, "no numbers of layers"),
+        ({"lora_r": 4, "init_lora_weights": "eva"}, "come from the training data, in a pass before"),
+        ({"adapter": "somewhere", "modules_to_save": "lm_head"}, "an adapter says itself what it is"),
     ],
     ids=str,
 )
 def test_options_that_contradict_each_other_are_refused(options, found):
     with pytest.raises(UserError, match=found):
         TrainingArguments(recipe="llama_tp", **options)
+
+
+def test_targets_are_left_out_by_name_and_by_layer_and_chosen_by_an_expression():
+    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 4}, num_attention_heads=4, num_key_value_heads=4)
+
+    def found(**options):
+        return [
+            name.removeprefix("model.layers.")
+            for name in job_of("llama_fsdp", config, lora_r=4, **options).lora.targets
+        ]
+
+    two = ["0.self_attn.q_proj.weight", "2.self_attn.q_proj.weight"]
+    assert found(lora_target=r".*\.[02]\..*q_proj") == two
+    assert found(lora_target="q_proj,v_proj", layers_to_transform="0,2:3", exclude_modules="v_proj") == two
+    assert len(found(exclude_modules=r".*\.mlp\..*")) == 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"exclude_modules": "x"}, "it leaves"),
+        ({"layers_to_transform": "7"}, "it leaves 0 of"),
+        ({"rank_pattern": "x=3"}, "no weight that is adapted has a name that ends in 'x'"),
+        ({"modules_to_save": "x"}, "no module of LlamaForCausalLM whose name ends in"),
+        ({"lora_target": "("}, "no regular expression"),
+    ],
+    ids=str,
+)
+def test_names_that_mean_nothing_are_refused(options, found):
+    with pytest.raises(UserError, match=found):
+        job_of("llama_fsdp", lora_r=4, **options)
 
 
 @pytest.mark.parametrize(("target", "found"), [("q_porj", "did you mean 'q_proj'"), (",", "has that name")])
@@ -82,6 +120,8 @@ def test_a_tied_head_is_refused_and_a_missing_adapter_is_named(tmp_path):
         ({"lora_r": 4, "lora_alpha": 4.0}, "its adapter's alpha is 8.0, the run's 4.0"),
         ({"lora_r": 4, "use_rslora": True}, "its adapter's rslora is False"),
         ({"lora_r": 4, "lora_target": "q_proj"}, "its adapter's targets is"),
+        ({"lora_r": 4, "init_lora_weights": "pissa"}, "its adapter's start is , the run's pissa"),
+        ({"lora_r": 4, "lora_dropout": 0.1}, "its adapter's dropout is 0.0, the run's 0.1"),
     ],
     ids=str,
 )

@@ -18,20 +18,24 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.model.lora_options import (
+from shardwright.model.facts import facts_of
+from shardwright.model.lora_options import lora_of
+from shardwright.model.peft_config import (
     CONFIG,
     INERT,
     PLAIN,
     PLAIN_AT_THE_START,
     READ,
     WEIGHTS,
-    lora_of,
     options_of,
     read_config,
 )
-from shardwright.weights.adapter_weights import merge_factors
-from shardwright.weights.peft_files import as_peft, factor_shapes, open_adapter, peft_keys
+from shardwright.models.adapters.lora import A0, B0
+from shardwright.weights.adapter_weights import merge_factors, seeded_factors
+from shardwright.weights.peft_layout import as_peft, factor_shapes, peft_keys
+from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import state_dict_weights
+from tests.support.adapters import in_a_file
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21.2
@@ -56,18 +60,18 @@ VALUES: dict[str, list[Any]] = {
     "base_model_name_or_path": ["someone/else"],
     "revision": ["other"],
     "inference_mode": [True],
-    "exclude_modules": [["q_proj"]],
-    "lora_dropout": [0.5],
+    "exclude_modules": [["layers.0.self_attn.q_proj"], r".*1\.self_attn\.q_proj"],
+    "lora_dropout": [0.5, 1.5],
     "fan_in_fan_out": [True],
     "bias": ["all", "lora_only"],
-    "modules_to_save": [["lm_head"]],
+    "modules_to_save": [["lm_head"], ["embed_tokens", "norm"], ["gate"], ["x"], ["layers.0.self_attn"]],
     "init_lora_weights": [
         False, "gaussian", "eva", "olora", "pissa", "pissa_niter_4", "corda", "loftq", "orthogonal", "mica", "lora_ga",
     ],
-    "layers_to_transform": [[1], 1],
-    "layers_pattern": ["layers"],
-    "rank_pattern": [{"q_proj": 3}],
-    "alpha_pattern": [{"q_proj": 3}],
+    "layers_to_transform": [[1], 0, [7]],
+    "layers_pattern": ["layers", ["blocks", "layers"]],
+    "rank_pattern": [{"q_proj": 3}, {r".*\.1\.self_attn.q": 4, r"1\..*q_proj": 5}, {"q_proj": 0}, {"proj": 3}],
+    "alpha_pattern": [{"q_proj": 3}, {"layers.0.self_attn.q_proj": 1.5}],
     "megatron_config": [{"tensor_model_parallel_size": 1}],
     "megatron_core": ["other.core"],
     "trainable_token_indices": [[1]],
@@ -89,6 +93,8 @@ VALUES: dict[str, list[Any]] = {
     "kasa_config": [{"svd_rank": 2}],
     "ensure_weight_tying": [True],
 }  # fmt: skip
+# fields beside one that says nothing without
+BESIDE: dict[str, dict[str, Any]] = {"layers_pattern": {"layers_to_transform": [1]}}
 CASES = [pytest.param(key, value, id=f"{key}={value}"[:60]) for key, values in VALUES.items() for value in values]
 
 
@@ -121,30 +127,33 @@ def test_a_field_that_a_newer_peft_has_is_in_the_table_and_is_tried():
 
 @pytest.mark.parametrize(("key", "value"), CASES)
 def test_a_new_adapter_has_pefts_own_factors_or_is_refused_by_the_field(plain, key, value):
-    options, refused = tried(lambda: options_of(LoraConfig(**PLAIN_ONE).to_dict() | {key: value}, plain))
+    fields_of = LoraConfig(**PLAIN_ONE).to_dict() | BESIDE.get(key, {}) | {key: value}
+    options, refused = tried(lambda: options_of(fields_of, plain))
     if refused:
         assert ("target" if key.startswith("target_") else key) in refused
         return
-    assert key in (*READ, *INERT)
-    lora = lora_of(TrainingArguments(**options), plain)
+    assert key in (*READ, *INERT, "init_lora_weights")
+    lora = lora_of(TrainingArguments(**options), facts_of(plain.config))
     shapes = {name: as_peft(name, torch.empty(shape)).shape for name, shape in factor_shapes(lora, plain).items()}
     ours = {peft: shapes[name] for name, peft in peft_keys(lora, plain, {}).items()}
     value = LoraRuntimeConfig(**value) if key == "runtime_config" else value
-    model = get_peft_model(copy_of(plain), LoraConfig(**PLAIN_ONE | {key: value}))
-    theirs = {n.replace(".default", ""): p.shape for n, p in model.named_parameters() if p.requires_grad}
+    model = get_peft_model(copy_of(plain), LoraConfig(**PLAIN_ONE | BESIDE.get(key, {}) | {key: value}))
+    theirs = {in_a_file(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     if value != "all-linear":  # PEFT's leaves out the experts, which transformers 4 had as linear layers
         assert ours == theirs
-    assert {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)} == {lora.scale}
+    scales = {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)}
+    assert scales == {lora.scale(name) for name in lora.targets}
 
 
 @pytest.mark.parametrize(("key", "value"), CASES)
 def test_an_adapter_that_peft_saved_is_what_peft_makes_of_it_or_is_refused_by_the_field(plain, tmp_path, key, value):
     """The config says what the files do not: PEFT, which loads them onto the plain model, is the judge."""
-    config = LoraConfig(**PLAIN_ONE | ({key: value} if key in READ and key != "peft_type" else {}))
+    given = {key: value} if key in READ and key != "peft_type" else {}
     try:
+        config = LoraConfig(**PLAIN_ONE | BESIDE.get(key, {}) | given)
         model = get_peft_model(copy_of(plain), config)
     except Exception:  # then PEFT saves no such adapter
-        assert not value
+        assert tried(lambda: options_of(LoraConfig(**PLAIN_ONE).to_dict() | {key: value}, plain))[1]
         return
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     torch.manual_seed(1)
@@ -157,7 +166,9 @@ def test_an_adapter_that_peft_saved_is_what_peft_makes_of_it_or_is_refused_by_th
     if refused:
         assert key in refused or "rank_pattern" in refused  # so PEFT saves experts that transformers 4 had apart
         return
-    ours = merge_factors(state_dict_weights(plain.state_dict()), open_adapter(folder, lora, plain, {}), lora, plain)
+    base, opened = state_dict_weights(plain.state_dict()), open_adapter(folder, lora, plain, {})
+    begun = seeded_factors(facts_of(plain.config).adapted(lora), lora, 0, base)
+    ours = merge_factors(base, lambda n: (begun if n.endswith((A0, B0)) else opened)(n), lora, plain)
     theirs = PeftModel.from_pretrained(copy_of(plain), tmp_path).merge_and_unload().state_dict()
     for name, values in theirs.items():
         found = ours(name)

@@ -236,8 +236,8 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(overlaps, given, expe
 
 
 # of experts that are planned for, not computed
-SHAPE = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
-SHAPE["widths"] = (0, 0)
+SHAPE = {"activation": None, "names": (), "out_first": True, "lora_scales": (0.0, 0.0), "trained": (), "specs": ()}
+SHAPE |= {"widths": (0, 0), "lies_turned": ()}
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.func import functional_call
 
+from shardwright.checkpoint.trained_model import TrainedModel
+from shardwright.evaluation.reference_rows import without_factors
 from shardwright.layout.placement import Shard
-from shardwright.models.adapters.lora import base_of
+from shardwright.models.adapters.lora import A0, B0, Lora, adaptable, attach, base_of, own_parameters
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, relative
 from tests.support.jobs import job_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21.2
+    # it looks for fused weights among modules, and honours them all the same
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 
 
 def check_gradients(adapted):
@@ -41,13 +48,68 @@ def test_loss_gradients_and_adamw_steps_equal_pefts(recipe, accumulation, option
     ("recipe", "options", "compute"),
     [
         ("mixtral_ep_tp", {}, {}),
-        ("mixtral_fsdp", {"lora_target": "q_proj,experts.down_proj"}, {"experts": "dropless", "scan": False}),
+        (
+            "mixtral_fsdp",
+            {
+                "lora_target": "q_proj,experts.gate_up_proj,experts.down_proj",
+                "rank_pattern": "layers.1.mlp.experts.down_proj=2",
+                "alpha_pattern": "gate_up_proj=3.5",
+            },
+            {"experts": "dropless", "scan": False},
+        ),
         ("gpt_oss_ep", {}, {}),  # weights stored the other way round, and biases
     ],
     ids=str,
 )
 def test_dropless_experts_give_pefts_loss_and_gradients(recipe, options, compute):
     check_gradients(make_adapted(recipe, options=options, **compute))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "changes"),
+    [
+        (  # dropout, in layers that differ, and weights that are trained whole
+            "llama_tp",
+            {
+                "lora_dropout": 0.3,
+                "rank_pattern": "layers.1.self_attn.q_proj=6,v_proj=2",
+                "modules_to_save": "lm_head,embed_tokens,norm",
+            },
+            {},
+        ),
+        ("llama_fsdp", {"use_dora": True, "lora_dropout": 0.2, "init_lora_weights": "olora", "use_rslora": True}, {}),
+        (  # a loop over layers without factors, and before them nothing learns
+            "llama_tp",
+            {"init_lora_weights": "pissa", "layers_to_transform": "2:4", "exclude_modules": "v_proj"},
+            {"num_hidden_layers": 4},
+        ),
+    ],
+    ids=["dropout", "dora", "pissa"],
+)
+def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, options, changes):
+    adapted = make_adapted(recipe, options=options, changes=changes)
+    check_gradients(adapted)
+    if adapted.job.lora.start:  # what the factors began as goes into checkpoints, though nothing trains it
+        saved = dict(adapted.case.model.named_parameters())
+        kept = TrainedModel(adapted.job, adapted.case.model, None, {}, None, None, None).saved(saved).keys()
+        names = {member for name in kept for member in adapted.job.stored.members(name)}
+        assert names == own_parameters(adapted.job.adapted).keys()
+        assert {name for name in names if name.endswith((A0, B0))} <= adapted.job.unused[0]
+
+
+def test_without_its_factors_a_layer_is_the_frozen_one_whatever_they_are():
+    """As the reference of a preference objective is computed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    lora = Lora(2, 3.0, False, ("0.weight",), dora=True, start="pissa", dropout=0.5)
+    attach(model.to("meta"), lora, adaptable(model, []))
+    random = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    x, trained = torch.randn(4, 8), random | plain
+    expected = torch.nn.functional.linear(x, *plain.values())
+    found, own = (functional_call(model.eval(), t, x) for t in (trained | without_factors(trained), trained))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (own - expected).abs().max() > 0.1
 
 
 def test_the_frozen_model_has_neither_gradient_nor_moments_and_lies_in_bfloat16():

@@ -91,7 +91,10 @@ class Case:
 def small_config(recipe: Recipe, **changes: Any) -> PretrainedConfig:
     own = dict(recipe.model or {})
     pattern = PATTERNS.get(own["model_type"], {})
-    return AutoConfig.for_model(**{**own, **SMALL, **pattern, **changes})
+    # half the heads, where a mesh still divides them: attention's tiles of 128 x 128 are most of what a step computes
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads = {name: own[name] // 2 for name in names if recipe.mesh.axes.get("tensor", 1) <= 2}
+    return AutoConfig.for_model(**{**own, **SMALL, **heads, **pattern, **changes})
 
 
 def make_case(

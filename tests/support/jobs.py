@@ -18,4 +18,9 @@ def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices
     """The job of ``recipe`` on ``config`` (default: its own model), with ``options`` of TrainingArguments."""
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     config = config or load_config(None, recipe)
-    return Job(recipe, Settings(recipe=recipe.name or "unnamed", **options), devices, facts_of(config))
+    return Job(
+        recipe,
+        Settings(recipe=recipe.name or "unnamed", **options),
+        devices,
+        facts_of(config, options.get("train_mtp", False)),
+    )

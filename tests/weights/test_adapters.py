@@ -16,19 +16,34 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model.lora_options import CONFIG, WEIGHTS, read_config
+from shardwright.model.peft_config import CONFIG, WEIGHTS, read_config
+from shardwright.scripts.measure import adapters
 from shardwright.weights.adapter_weights import check_adapter, files_of, merge_factors
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
-from shardwright.weights.peft_files import open_adapter, prove, save_adapter
+from shardwright.weights.peft_files import prove, save_adapter
+from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, plain_model, reference_loss
 from tests.support.jobs import job_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft 0.21.2
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21.2
+    # it looks for fused weights among modules, and honours them all the same
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+# of scripts/measure/adapters.py's cases those that have most in them
+TABLE = [
+    "rank_pattern, alpha_pattern",
+    "modules_to_save",
+    "use_dora, pissa, use_rslora",
+    "GPT-OSS's recipe",
+    "experts of transformers 4 (gate_proj, …)",
+    "dense layers beside experts",
+    "unsloth's expression, a VLM",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +63,6 @@ def loss_of(model, batch):
         return reference_loss(model.eval(), batch, router_loss=False).item()
 
 
-# peft 0.21.2 looks for the fused weights among modules after it has converted the adapter
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("form", ["peft", "per_expert"])
 def test_peft_loads_it_onto_the_plain_model_with_the_same_loss(trained, tmp_path, form):
     adapted, factors, batch, loss = trained
@@ -122,8 +135,13 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_data_is_read(tmp_pat
     ("values", "found"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-        ({"use_dora": True}, "use_dora=True"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern="),
+        ({"use_dora": True, "target_parameters": ["experts.down_proj"]}, "use_dora True, and model.layers.0.mlp.exp"),
+        ({"lora_dropout": 0.1, "target_parameters": ["experts.down_proj"]}, "lora_dropout 0.1, and model.layers.0.mlp"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern '8'"),
+        ({"target_modules": ["w1"]}, "target_modules has w1, one of w1 and w3"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "pissa", "r": 9999}, "rank 9999 and init_lora_weights pissa"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices="),
         ({"r": "16"}, "r '16'"),
         ({"target_modules": ["nothing"], "target_parameters": None}, "none of its targets is a weight"),
         ({"target_modules": "("}, "adapter_config.json: error"),
@@ -135,6 +153,35 @@ def test_a_config_of_another_kind_of_adapter_is_refused(tmp_path, values, found)
     (tmp_path / CONFIG).write_text(json.dumps(plain | values))
     with pytest.raises(UserError, match=found.replace("(", r"\(")):
         job_of("mixtral_ep", adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_pefts_adapter_is_read_and_written_with_pefts_logits(name):
+    there, back, moved = adapters.measured(*adapters.CASES[name])
+    assert max(there, back) < adapters.TOLERANCE
+    assert moved > 0.01
+
+
+def test_embeddings_that_peft_saved_beside_the_adapter_must_be_the_models(tmp_path):
+    folder, job = Folder(str(tmp_path)), job_of("llama_fsdp", lora_r=2, lora_target="lm_head")
+    shapes = job.adapted.state_dict()
+    save_adapter(folder, files_of(job), lambda name: torch.ones(shapes[name].shape), None, Console(quiet=True))
+    head = torch.ones(job.model.lm_head.weight.shape)
+    key = "base_model.model.lm_head.base_layer.weight"
+    save_file({**load_file(tmp_path / WEIGHTS), key: head}, tmp_path / WEIGHTS)
+    opened = open_adapter(folder, job.lora, job.model, {})
+    everything = tuple(slice(0, size) for size in head.shape)
+    assert torch.equal(opened.checked(lambda _: head)("lm_head.weight")[everything], head)
+    with pytest.raises(UserError, match=r"lm_head.weight in it, with other values than the model's"):
+        opened.checked(lambda _: 2 * head)("lm_head.weight")[everything]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rank_pattern": "v_proj=3"}, {"use_dora": True}, {"modules_to_save": "lm_head"}], ids=str
+)
+def test_what_serving_engines_would_not_read_is_not_written_for_them(options):
+    with pytest.raises(UserError, match=r"per_expert\n.*an adapter with (ranks that differ|DoRA|modules_to_save)"):
+        check_adapter(job_of("llama_fsdp", lora_r=2, adapter_format="per_expert", **options))
 
 
 def test_experts_that_the_hub_keeps_fused_can_not_be_written_one_by_one():

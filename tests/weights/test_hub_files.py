@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from rich.console import Console
 
 from shardwright.data.tokenizer import open_tokenizer
 from shardwright.errors import TransientError, UserError
 from shardwright.files.arrays import whole
 from shardwright.files.hub_names import pinned
+from shardwright.hosts.hosts import Hosts
 from shardwright.layout.auto import UNMADE
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights import hub_files
@@ -126,6 +130,32 @@ def test_a_download_that_breaks_off_keeps_its_whole_files_and_the_bar_counts_the
     again = [file for file in hub.asked if file in shards]
     assert not {*again} & {*small} & before
     assert sum(counted) == sum((folder / file).stat().st_size for file in hub.asked)
+
+
+def test_the_bar_counts_the_bytes_of_files_that_come_in_chunks_from_the_hub_s_own_store():
+    """As the hub's client reports them: bytes on the disk, and fewer over the wire."""
+    counted: list[int] = []
+    with XetDownloadProgressReporter(
+        reconstruction_desc="a file", total=100, log_level=30, tqdm_class=hub_files._bar_class(counted.append)
+    ) as progress:
+        for done in (40, 100):
+            report = SimpleNamespace(
+                total_bytes_completed=done, total_transfer_bytes_completed=done // 2, total_bytes=100
+            )
+            report.total_bytes_completion_rate = report.total_transfer_bytes_completion_rate = 1.0
+            progress.update_progress(report)
+    assert sum(counted) == 100
+
+
+def test_hosts_that_share_a_disk_fetch_each_file_once_and_the_rule_is_said(hub, folder, monkeypatch):
+    hub.new(ID).commit(folder)
+    monkeypatch.setattr(hub_files, "hosts", lambda: Hosts(0, 4))
+    said = [io.StringIO() for _ in range(3)]
+    with ThreadPoolExecutor() as pool:  # as so many processes: the locks are the cache's own, files
+        found = [*pool.map(lambda out: hub_files.fetched(ID, Console(file=out, width=300)), said)]
+    assert {*found} == {found[0]}
+    assert len(hub.asked) == len({*hub.asked}) > 4
+    assert said[0].getvalue().endswith("; each of 4 hosts, or one for all on a disk that they share\n")
 
 
 def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_fetched(hub, folder, monkeypatch):

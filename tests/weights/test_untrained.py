@@ -164,7 +164,7 @@ MTP = ["mtp.fc.weight", "mtp.norm.weight", "model.layers.2.eh_proj.weight"]  # t
 def options(tmp_path, monkeypatch) -> dict:
     """Options of a run from a checkpoint that holds MTP layers, and promises one."""
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
-    write_base(tmp_path / "base", LlamaConfig(**TINY, num_nextn_predict_layers=1), MTP)
+    write_base(tmp_path / "base", LlamaConfig(**TINY, num_nextn_predict_layers=1, dtype="bfloat16"), MTP)
     (tmp_path / "text").mkdir()
     for i in range(4):
         (tmp_path / f"text/{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(80)))
@@ -188,12 +188,13 @@ def exported(tmp_path: Path, monkeypatch, name: str) -> tuple[dict[str, torch.Te
 
 
 @pytest.mark.slow
-def test_a_run_its_resume_and_the_script_carry_mtp_layers_and_without_the_base_promise_none(
+def test_a_run_its_resume_and_the_script_carry_mtp_layers_and_end_in_the_base_s_dtype_and_without_it_promise_none(
     options, tmp_path, monkeypatch, capsys
 ):
     extra, said = odd_tensors(MTP), io.StringIO()
     train(TrainingArguments(**options, max_steps=1), Console(file=said, width=400))
     assert "not trained, and carried into an export as it is: model.layers.2.eh_proj.weight, mtp.fc" in said.getvalue()
+    assert said.getvalue().count("warning: its MTP layers grow stale") == 1
     train(TrainingArguments(**options, max_steps=2, resume_from_checkpoint="latest"))
     for tensors, config in (
         (tensors_in(tmp_path / "out/model"), json.loads((tmp_path / "out/model/config.json").read_text())),
@@ -201,6 +202,8 @@ def test_a_run_its_resume_and_the_script_carry_mtp_layers_and_without_the_base_p
     ):
         assert {name: bytes_of(tensors[name]) for name in MTP} == {name: bytes_of(extra[name]) for name in MTP}
         assert config["num_nextn_predict_layers"] == 1
+        assert {each.dtype for name, each in tensors.items() if name not in MTP} == {torch.bfloat16}
+        assert config["dtype"] == "bfloat16"
     shutil.rmtree(tmp_path / "base")
     capsys.readouterr()
     tensors, config = exported(tmp_path, monkeypatch, "without")

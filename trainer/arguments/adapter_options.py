@@ -1,12 +1,29 @@
 """Options of training a LoRA adapter."""
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
+from shardwright.models.adapters.packings import PACKINGS
 
-BASE_DTYPES = ["float32", "bfloat16", "int8"]
-_UNSAID = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}  # the defaults of an adapter's options
+SAME = "same"  # packed as the checkpoint is published
+BASE_DTYPES = ["float32", "bfloat16", *PACKINGS, SAME]
+INITS = ["true", "gaussian", "pissa", "olora"]
+# the defaults of an adapter's options
+_UNSAID: dict[str, Any] = {
+    **dict.fromkeys(("lora_alpha", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform")),
+    "lora_target": "all-linear",
+    "use_rslora": False,
+    "lora_dropout": 0.0,
+    "use_dora": False,
+    "init_lora_weights": "true",
+    "modules_to_save": None,
+}
+_NITER = re.compile(r"pissa_niter_[1-9]\d?")
+_PATTERN = {"rank_pattern": r"[^=,]+=[1-9]\d{0,5}", "alpha_pattern": r"[^=,]+=\d{1,9}(\.\d+)?"}
+_LAYERS = re.compile(r"\d{1,5}(:\d{1,5})?")
 
 
 @dataclass
@@ -20,7 +37,23 @@ class AdapterArguments(Checked):
     lora_target: str = option(
         "all-linear",
         "Which weights get factors: all-linear (linear layers but the head, and the experts' fused weights), or names "
-        "such as q_proj,v_proj,experts.gate_up_proj.",
+        "such as q_proj,v_proj,experts.gate_up_proj, or a regular expression for whole names.",
+    )
+    exclude_modules: str | None = option(None, "Leave out --lora_target's modules of these names, or expression.")
+    layers_to_transform: str | None = option(
+        None, "Adapt weights of these layers alone: numbers, and ranges without their end, such as `0,8:16`."
+    )
+    rank_pattern: str | None = option(None, "Other ranks by ends of names: `q_proj=8,layers.0.self_attn.v_proj=32`.")
+    alpha_pattern: str | None = option(None, "Other alphas by ends of names, likewise.")
+    lora_dropout: float = option(0.0, "Drop inputs of the factors with this probability, in training. Linear layers.")
+    use_dora: bool = option(False, "Train each row's length by itself, too: DoRA. Linear layers.")
+    init_lora_weights: str = option(
+        "true",
+        "How the factors begin: `true` (A uniform, B zero), `gaussian`, or as parts of the weight: `pissa`, "
+        "`pissa_niter_4` (approximate, sooner done) or `olora`. Linear layers.",
+    )
+    modules_to_save: str | None = option(
+        None, "Train modules of these names whole, and save them with the adapter: `embed_tokens,lm_head`."
     )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead: rank-stabilised LoRA.")
     adapter: str | None = option(
@@ -33,8 +66,9 @@ class AdapterArguments(Checked):
     )
     base_dtype: str = option(
         "bfloat16",
-        "What the frozen weights under an adapter are stored in: bfloat16, float32, or int8 at half of bfloat16's "
-        "memory: linear layers and experts as 8-bit integers with a scale for each row, all else in bfloat16.",
+        "What the frozen weights under an adapter are stored in: bfloat16, float32, or linear layers and experts in "
+        "fewer bits and all else in bfloat16: int8, fp8 (blocks of 128 × 128), fp8_rows, mxfp4 (4.25 bits a weight), "
+        "nf4 (4.5); same: as the checkpoint is published, where that is one of these.",
     )
 
     def check_adapter(self) -> None:
@@ -43,6 +77,17 @@ class AdapterArguments(Checked):
         self.at_least(1, "it is the rank of two factors", "lora_r", instead=16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format", ["peft", "per_expert"])
+        self.check("lora_dropout", 0 <= self.lora_dropout < 1, "it is a probability", 0.05)
+        unread = self.init_lora_weights not in ("eva", "corda", "lora_ga")
+        self.check("init_lora_weights", unread, "its factors come from the training data, in a pass before it", "pissa")
+        if not _NITER.fullmatch(self.init_lora_weights):
+            self.choose("init_lora_weights", INITS)
+        for name, known in _PATTERN.items():
+            words = (getattr(self, name) or "x=1").split(",")
+            self.check(name, all(re.fullmatch(known, word.strip()) for word in words), "no NAME=NUMBER", "q_proj=8")
+        layers = (self.layers_to_transform or "0").split(",")
+        good = all(_LAYERS.fullmatch(word.strip()) for word in layers)
+        self.check("layers_to_transform", good, "no numbers of layers", "0,8:16")
         if self.base_dtype != "bfloat16" and not self.has_adapter:
             raise UserError(
                 asked=f"--base_dtype {self.base_dtype}",

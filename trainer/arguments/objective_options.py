@@ -8,6 +8,7 @@ from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.objective import Objective
 
+MTP_WEIGHT = 0.1  # late in the pretraining of DeepSeek-V3 (arXiv:2412.19437) and GLM-4.5 (arXiv:2508.06471)
 _NUMBERS = {name: number for entry in OBJECTIVES.values() for name, number in entry.options.items()}
 
 
@@ -24,6 +25,14 @@ class ObjectiveChoice(Checked):
     """The objective, under trl's names."""
 
     objective: str = option(DEFAULT, _help())
+    train_mtp: bool = option(
+        False,
+        "Train the MTP layers too, which guess further tokens (DeepSeek-V3, GLM-4.5, Qwen3-Next); their loss is added. "
+        "Else they are carried as they are.",
+    )
+    mtp_loss_weight: float = option(
+        MTP_WEIGHT, "The weight of that loss: 0.3 early in the pretraining of DeepSeek-V3 and GLM-4.5, later 0.1."
+    )
 
     @property
     def entry(self) -> type[Objective]:
@@ -31,6 +40,14 @@ class ObjectiveChoice(Checked):
 
     def check_objective(self) -> None:
         self.choose("objective", list(OBJECTIVES))
+        self.check("mtp_loss_weight", self.mtp_loss_weight > 0, "it is a weight", MTP_WEIGHT)
+        if self.mtp_loss_weight != MTP_WEIGHT and not self.train_mtp:
+            raise UserError(
+                asked=f"--mtp_loss_weight {self.mtp_loss_weight}",
+                found="no --train_mtp",
+                why="no MTP layer is trained",
+                instead=f"no --mtp_loss_weight, or --train_mtp --mtp_loss_weight {self.mtp_loss_weight}",
+            )
         for name, number in _NUMBERS.items():
             value = getattr(self, name)
             self.check(name, number.fits(value), number.why, number.default)

@@ -76,7 +76,14 @@ class TrainingArguments(
         self.check_data()
         self.check_adapter()
         self.check_objective()
-        given = {name: getattr(self, name) for name in ("text_column", "train_on_prompt", "streaming")}
+        if self.train_mtp and self.has_adapter:
+            raise UserError(
+                asked="--train_mtp with an adapter",
+                found=f"--adapter {self.adapter}" if self.adapter else f"--lora_r {self.lora_r}",
+                why="under an adapter all weights are frozen, and an adapter's file has no place for MTP layers",
+                instead="no --train_mtp; or no adapter, and all weights are trained",
+            )
+        given = {name: getattr(self, name) for name in ("text_column", "train_on_prompt", "streaming", "train_mtp")}
         given["split_special_tokens"] = None if self.split_special_tokens is None else str(self.split_special_tokens)
         self.check_beside(**given, overflow=self.overflow == "split" and "split")
         self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart

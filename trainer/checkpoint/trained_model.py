@@ -10,6 +10,7 @@ from shardwright.checkpoint.read import open_checked, saved_buffers
 from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
+from shardwright.models.adapters.lora import own_parameters
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.lines import waiting
 from shardwright.weights.adapter_weights import files_of, weights_of
@@ -42,7 +43,8 @@ class TrainedModel:
 
     def saved(self, state: Tensors) -> Tensors:
         """A checkpoint's tensors: the train step's ``state`` and buffers; no frozen weights under an adapter."""
-        left_out = self.job.untrained if self.job.lora is not None else frozenset()
+        adapted = self.job.lora is not None
+        left_out = self.job.untrained - own_parameters(self.job.assembled).keys() if adapted else frozenset()
         everything = {**state, **saved_buffers(self.model)}
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 

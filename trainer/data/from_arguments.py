@@ -44,7 +44,7 @@ def stop_tokens(
     if args.model is not None:
         repository, revision = split(model_path(args.model))
         with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(repository, revision=revision))
+            named.append(GenerationConfig.from_pretrained(repository, revision=revision or "main"))
     ids = (getattr(each, "eos_token_id", None) for each in named)
     return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
 

@@ -19,8 +19,8 @@ from shardwright.files.hub_names import is_hub_name, pinned
 from shardwright.job import Job
 from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import stated
-from shardwright.model.lora_options import CONFIG
 from shardwright.model.meta_model import load_config
+from shardwright.model.peft_config import CONFIG
 from shardwright.report.lines import say, waiting
 from shardwright.step.build import place_model
 from shardwright.step.placed_model import PlacedModel
@@ -43,7 +43,7 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
         saved = RunCheckpoint(Folder(options.model))
     base, adapter = _base_and_adapter(options, saved)
     base = pinned(base)
-    job = _resolve(options, base if saved is None else options.model, adapter)
+    job = _resolve(options, base if saved is None else options.model, adapter, saved)
     if saved is None:
         check_adapter(job)
     else:
@@ -118,7 +118,7 @@ def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
     return base
 
 
-def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None) -> Job:
+def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None, saved: RunCheckpoint | None) -> Job:
     if options.base_dtype is not None and adapter is None:
         raise UserError(
             asked=f"--base_dtype {options.base_dtype}",
@@ -133,6 +133,7 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
         length = min([LONGEST, *(n for n in known if isinstance(n, int) and n > 1)])
     given = {name: getattr(options, name) for name in ("recipe", "mesh", "compute", "weight_dtype")}
     given |= {"model": config_from, "adapter": adapter, "sequence_length": length}
+    given["train_mtp"] = saved is not None and saved.arguments.get("train_mtp", False)
     if adapter is not None:
         given["base_dtype"] = options.base_dtype or options.weight_dtype
     args = TrainingArguments(**given, per_device_train_batch_size=options.batch_size)

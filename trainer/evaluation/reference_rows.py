@@ -22,7 +22,8 @@ from shardwright.data.rows.rows import Rows, StoredRows
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
-from shardwright.models.adapters.lora import B
+from shardwright.models.adapters.int8 import SCALE, from_int8
+from shardwright.models.adapters.lora import B0, B, M
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.objectives.objective import Objective
 from shardwright.report.bars import tracked
@@ -69,14 +70,24 @@ class ReferenceStep:
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
-            parameters = {
-                name: sharding.constrain(torch.zeros_like(p), mesh, specs[name]) if name.endswith(B) else p
-                for name, p in self.placed.parameters.items()
-            }
+            found = without_factors(self.placed.parameters)
+            plain = {name: sharding.constrain(p, mesh, specs[name]) for name, p in found.items()}
+            parameters = {**self.placed.parameters, **plain}
             one = torch.ones((), device=inputs["labels"].device)
             _, recorded = self.loss(parameters, inputs, one, training=False)
             values = recorded[self.column]
             return sharding.constrain(values, mesh, batch_spec(values.dim(), self.placed.batch_axes))
+
+
+def without_factors(parameters: Tensors) -> Tensors:
+    """The factors among ``parameters`` at values where they do nothing: zeros, or the lengths of the weight's rows."""
+    found: Tensors = {name: torch.zeros_like(p) for name, p in parameters.items() if name.endswith((B, B0))}
+    for name in (name for name in parameters if name.endswith(M)):
+        base = name.removesuffix(M)
+        weight = parameters[base]
+        whole = from_int8(weight, parameters[base + SCALE], torch.float32) if weight.dtype == torch.int8 else weight
+        found[name] = whole.float().norm(dim=-1).to(parameters[name].dtype)
+    return found
 
 
 class ReferredRows(StoredRows):

@@ -24,7 +24,7 @@ class Fit:
 
 def smallest_slices(facts: ModelFacts, args: TrainingArguments) -> Iterator[tuple[Chip, Fit | None]]:
     """For each generation the smallest slice whose chips hold the plan within :data:`SHARE`; None: no slice does."""
-    lora = lora_of(args, facts.model)
+    lora = lora_of(args, facts)
     for chip in CHIPS.values():
         yield chip, next((fit for t in topologies(chip) if (fit := _fit(facts, args, lora, t)) is not None), None)
 
@@ -32,7 +32,8 @@ def smallest_slices(facts: ModelFacts, args: TrainingArguments) -> Iterator[tupl
 def _fit(facts: ModelFacts, args: TrainingArguments, lora: Lora | None, topology: Topology) -> Fit | None:
     """The plan's bytes on a slice; None: too many, or the model's shapes don't divide over its chips."""
     room = SHARE * topology.chip.hbm_bytes
-    stored = 2 if lora is not None else 4  # bytes of a weight at least; a plan of a large model takes seconds
+    # bytes of a weight at least: a plan of a large model takes seconds
+    stored = 4 if lora is None else 2 if args.base_dtype == "bfloat16" else 0.5
     if facts.parameters * stored > room * topology.devices:
         return None
     try:

@@ -1,21 +1,23 @@
-"""The plan of a model under adapters: LoRA factors, each laid out by the line of its weight, and weights in int8."""
+"""The plan of a model under adapters: LoRA factors, and packed weights, each laid out by the line of its weight."""
 
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.errors import UserError
 from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
-from shardwright.layout.plan import ParameterPlan, ShardingPlan
-from shardwright.models.adapters.int8 import SCALE
-from shardwright.models.adapters.lora import A, base_of
+from shardwright.layout.plan import Packed, ParameterPlan, ShardingPlan
+from shardwright.models.adapters.lora import A0, A, base_of
+from shardwright.models.adapters.packings import SCALE, Packing, Part, Weight
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:
-    """The plan of the model ``adapted`` (on meta), whose factors of ``dtype`` are trained and all else is frozen.
+    """The plan of the model ``adapted`` (on meta), whose trained parameters are of ``dtype``; all else is frozen.
 
     ``plan`` is that of the model without factors.
     """
@@ -23,15 +25,17 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
     for name, parameter in adapted.named_parameters():
         base = base_of(name)
         if base is None:
-            entries.append(replace(plan[name], trained=False))
+            own = parameter.requires_grad
+            entries.append(replace(plan[name], trained=own, dtype=dtype if own else plan[name].dtype))
             continue
         transposed = bool(getattr(adapted.get_submodule(base.rpartition(".")[0]), "is_transposed", False))
-        pattern, shape = plan[base].pattern + name.removeprefix(base), tuple(parameter.shape)
+        suffix, shape = name.removeprefix(base), tuple(parameter.shape)
         # the weight's dimension that the factor has too, and that dimension in the factor, whose other is the rank
-        rows, columns = len(shape) - 2, len(shape) - 1
-        shared, long = (columns - transposed, columns) if name.endswith(A) else (rows + transposed, rows)
+        columns = len(plan[base].shape) - 1
+        shared, long = (columns - transposed, columns) if suffix in (A, A0) else (columns - 1 + transposed, columns - 1)
         layout = _factor_layout(plan, plan[base], shared, shape, long)
-        entries.append(replace(plan[base], name=name, pattern=pattern, shape=shape, dtype=dtype, layout=layout))
+        like = replace(plan[base], name=name, pattern=plan[base].pattern + suffix, shape=shape)
+        entries.append(replace(like, dtype=dtype, layout=layout, trained=parameter.requires_grad))
     return replace(plan, parameters=tuple(entries))
 
 
@@ -53,16 +57,67 @@ def _factor_layout(
     return shards_of(found, plan.mesh)
 
 
-def with_int8(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """``plan`` with the frozen ``names``, except tied ones, in int8, and a scale for each row of a last dimension."""
+def with_packed(plan: ShardingPlan, adapted: nn.Module, packing: Packing, names: Collection[str]) -> ShardingPlan:
+    """``plan`` with the frozen ``names`` of ``adapted``, but for tied ones and those it can't hold, in ``packing``.
+
+    Codes and scales are laid out by the line of their weight. An axis that does not divide the scales' blocks
+    replicates the scales, which are small.
+
+    Raises:
+        UserError: an axis divides a weight, but not its codes.
+    """
     tied = {*plan.aliases, *plan.aliases.values()}
     entries: list[ParameterPlan] = []
     for entry in plan.parameters:
-        if entry.name not in names or entry.name in tied:
+        packs = entry.name in names and entry.name not in tied and not entry.trained
+        weight = _as_packed(entry, adapted) if packs else None
+        if weight is None or packing.lacking(weight):
             entries.append(entry)
             continue
-        name, pattern, shape = entry.name + SCALE, entry.pattern + SCALE, (*entry.shape[:-1], 1)
-        layout = {axis: shard for axis, shard in entry.layout.items() if shard.dim != len(shape) - 1}
-        scale = replace(entry, name=name, pattern=pattern, shape=shape, dtype=torch.float32, layout=layout)
-        entries += [replace(entry, dtype=torch.int8), scale]
+        codes, scales = packing.codes(weight), packing.scales(weight)
+        cut = _undivided(entry, codes)
+        if cut is not None:
+            raise _uncut(plan, entry, packing, *cut)
+        packed = Packed(packing, weight, entry)
+        entries.append(replace(entry, packed=packed, **_stored(entry, codes)))
+        named = {"name": entry.name + SCALE, "pattern": entry.pattern + SCALE}
+        entries.append(replace(entry, **named, **_stored(entry, scales)))
     return replace(plan, parameters=tuple(entries))
+
+
+def _as_packed(entry: ParameterPlan, adapted: nn.Module) -> Weight:
+    turned = bool(getattr(adapted.get_submodule(entry.name.rpartition(".")[0]), "is_transposed", False))
+    splits = tuple(size // local for size, local in zip(entry.shape, entry.local_shape, strict=True))
+    return Weight(entry.shape, -2 if turned else -1, splits)
+
+
+def _undivided(entry: ParameterPlan, part: Part) -> tuple[int, int] | None:
+    """The first dimension of the weight that its devices cut through a unit of ``part``, and the unit."""
+    for dim, unit in zip(part.dims, part.units, strict=True):
+        if entry.axes_of(dim) and entry.local_shape[dim] % unit:
+            return dim, unit
+    return None
+
+
+def _stored(entry: ParameterPlan, part: Part) -> dict[str, Any]:
+    """Shape, dtype and layout of a part, laid out as the weight ``entry`` where devices cut between its units."""
+    layout = {}
+    for axis, shard in entry.layout.items():
+        place = part.dims.index(shard.dim)
+        if entry.local_shape[shard.dim] % part.units[place] == 0:
+            layout[axis] = Shard(place)
+    return {"shape": part.shape, "dtype": part.dtype, "layout": layout}
+
+
+def _uncut(plan: ShardingPlan, entry: ParameterPlan, packing: Packing, dim: int, unit: int) -> UserError:
+    axes = entry.axes_of(dim)
+    devices, size = math.prod(plan.mesh[axis] for axis in axes), entry.shape[dim]
+    others = [n for n, length in enumerate(entry.shape) if n != dim and not entry.axes_of(n) and length % devices == 0]
+    return UserError(
+        asked=f"{entry.name} in {packing.title}, its dimension {dim} over {devices} devices along {' × '.join(axes)}",
+        found=f"{size} numbers, {entry.local_shape[dim]} a device",
+        why=f"{unit} of them are packed together, and lie on one device",
+        instead=f"a mesh whose axes divide {size // unit}, "
+        + "".join(f"Shard({n}) on the recipe's line {entry.pattern!r}, " for n in others[:1])
+        + "or --base_dtype int8",
+    )

@@ -18,8 +18,23 @@ from shardwright.layout.partition import PartitionSpec, partition_spec, shards_o
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, layout_text
 from shardwright.layout.stacking import is_stacked, layer_names, numbers_of
+from shardwright.models.adapters.packings import Packing, Weight
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.optimizers.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The storage of a frozen weight: codes under its own name, and scales beside it.
+
+    Args:
+        weight: as ``packing`` knows it.
+        used: the plan of one layer's weight as the step uses it.
+    """
+
+    packing: Packing
+    weight: Weight
+    used: ParameterPlan = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,7 @@ class ParameterPlan:
         layout: the axes that split it, in mesh order; they divide their dimensions.
         mesh: axis → devices along it.
         trained: False: it is frozen, without gradient and optimizer state.
+        packed: where it holds the codes of a frozen weight: how, and the weight itself.
     """
 
     name: str
@@ -43,6 +59,7 @@ class ParameterPlan:
     layout: dict[str, Shard]
     mesh: Mapping[str, int] = field(repr=False)
     trained: bool = True
+    packed: Packed | None = None
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split dimension ``dim``, in mesh order."""

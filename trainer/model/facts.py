@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwright.model.meta_model import is_multimodal, meta_model, names_in_whole, whole_model
 from shardwright.models.adapters.lora import Lora, adaptable, attach
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.layers import mtp
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,10 +42,12 @@ class ModelFacts:
         kind: the name of its class.
         experts: the dotted names of its modules that hold experts.
         parameters: how many numbers its parameters have, without LoRA factors.
+
+    ``train_mtp``: the model has its MTP layers, which transformers leaves out.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.config, self.model = config, meta_model(config)
+    def __init__(self, config: PretrainedConfig, train_mtp: bool = False) -> None:
+        self.config, self.model = config, meta_model(config, train_mtp)
         self.kind, self.experts = type(self.model).__name__, experts_modules(self.model)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.answers: dict[Any, Any] = {}
@@ -120,23 +123,25 @@ class ModelFacts:
             if parameter.dim() > 1 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
                 weights += each * parameter.numel() * (share if name.rpartition(".")[0] in self.experts else 1.0)
-        heads = text.num_attention_heads
+        further = len(mtp.layer_names(model))  # each uses the head once more
+        weights += 6 * further * sum(p.numel() for p in model.get_output_embeddings().parameters())
+        heads, depth = text.num_attention_heads, text.num_hidden_layers + further
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         window = min(getattr(text, "sliding_window", None) or length, length)
         pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
-        return weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
+        return weights * rows * length + 12 * depth * width * pairs * rows
 
 
 _known: dict[Any, ModelFacts] = {}  # the last few configs'
 
 
-def facts_of(config: PretrainedConfig) -> ModelFacts:
+def facts_of(config: PretrainedConfig, train_mtp: bool = False) -> ModelFacts:
     """The facts of the model of ``config``, shared by equal configs within a process; raises as :class:`ModelFacts`."""
-    key = type(config), config.name_or_path, json.dumps(config.to_dict(), default=str, sort_keys=True)
+    key = train_mtp, type(config), config.name_or_path, json.dumps(config.to_dict(), default=str, sort_keys=True)
     if key not in _known:
         while len(_known) >= _KEPT:
             del _known[next(iter(_known))]
-        _known[key] = ModelFacts(copy.deepcopy(config))
+        _known[key] = ModelFacts(copy.deepcopy(config), train_mtp)
     return _known[key]
 
 

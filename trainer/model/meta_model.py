@@ -28,6 +28,7 @@ from shardwright.errors import UserError, in_short
 from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 from shardwright.layout.recipe import Recipe
 from shardwright.models.experts import expert_families
+from shardwright.models.layers import mtp
 
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 LARGE_ZEROS = 2**16  # elements
@@ -110,11 +111,11 @@ def _unknown_type(model: str, values: Mapping[str, Any]) -> UserError:
     wrote = str(values.get("transformers_version", ""))[:20]
     if re.match(r"\d+\.\d+", wrote) and _release(wrote) > _release(installed):
         instead = f"transformers {wrote}, which wrote this config and knows it"
-    own = [name for name in values.get("architectures") or () if isinstance(name, str)]
-    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
-    known = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    if same := next((name for name in own if name in known), None):
-        instead += f"; or, since its architecture is {same}, a copy of its files with model_type {known[same]!r}"
+    own = values.get("architectures") or ()
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23; a class's own type comes first
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    if same := next(((kind, name) for kind, name in known if name in own), None):
+        instead += f"; or, since its architecture is {same[1]}, a copy of its files with model_type {same[0]!r}"
     return UserError(
         asked=f"model {model}",
         found=found + " is never run",
@@ -176,7 +177,7 @@ def is_multimodal(config: PretrainedConfig) -> bool:
     return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedModel:
     """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
 
     For a multimodal config it is the text part: the family's own causal-LM class of the text, with that class's names,
@@ -184,8 +185,20 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
     Weights are float32 whatever the config's dtype: training keeps them so, also under bfloat16 compute.
 
-    Raises UserError if the config has no causal-LM head, or transformers cannot build the model from it.
+    ``train_mtp``: with its MTP layers, which transformers leaves out.
+
+    Raises UserError if the config has no causal-LM head or no such layers, or transformers cannot build the model.
     """
+    if train_mtp and not mtp.count_of(config):
+        count = mtp.FORMATS[config.model_type].count if config.model_type in mtp.FORMATS else None
+        raise UserError(
+            asked=f"--train_mtp with a model of type {config.model_type!r}",
+            found=f"a config with {count}={getattr(config, count, None)}"
+            if count
+            else "a family whose MTP layers are not known here",
+            why="there are no MTP layers to build",
+            instead=f"no --train_mtp; or a checkpoint that has such layers, of type {', '.join(mtp.FORMATS)}",
+        )
     if is_multimodal(config):
         return _text_part(config)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -195,7 +208,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             why="training predicts the next token",
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
-    model = _on_meta(AutoModelForCausalLM.from_config, config)
+    build = AutoModelForCausalLM.from_config
+    model = _on_meta(mtp.builder(build) if train_mtp else build, config)
     # families that can be encoders mark their layers; the config's own `is_decoder` is false in some decoders too
     if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
         raise UserError(
@@ -273,7 +287,8 @@ def _head(whole: PreTrainedModel) -> nn.Module:
 
 def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:
     """``model`` built again, with transformers' own initial values in modules of class ``kind``."""
-    return _on_meta(type(model)._from_config, model.config, kind)  # semi-private: modeling_utils.py, transformers 5.23
+    build = type(model)._from_config  # semi-private: modeling_utils.py, transformers 5.23
+    return _on_meta(mtp.builder(build) if mtp.layer_names(model) else build, model.config, kind)
 
 
 def _on_meta(

@@ -4,7 +4,10 @@ Such are biases that only choose experts, indexers that run without gradients, a
 torch's optimizers, the step leaves a parameter without a gradient as it is, unlike one whose gradient is zero.
 """
 
+import contextlib
 import copy
+import functools
+import operator
 import re
 from collections import Counter
 
@@ -17,6 +20,8 @@ from shardwright.models.adapters.lora import Lora
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.layers import mtp
+from shardwright.models.layers.mtp_loss import predicting
 
 _ROWS, _TOKENS = 2, 8
 _LISTED = 6  # most patterns in a notice
@@ -72,8 +77,12 @@ def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(model.config, "output_router_logits"):
         inputs |= {"output_router_logits": router_loss, "attention_mask": torch.ones_like(ids)}
-    with masks_without_reads(), torch.enable_grad():
-        return model(**inputs).loss
+    batch, further = {"input_ids": ids, "labels": ids}, list[torch.Tensor]()
+    with masks_without_reads(), torch.enable_grad(), contextlib.ExitStack() as stack:
+        if mtp.layer_names(model):
+            further = stack.enter_context(predicting(model, batch, torch.ones(())))
+        loss: torch.Tensor = model(**inputs).loss
+        return functools.reduce(operator.add, further, loss)
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:

@@ -27,7 +27,8 @@ AUTO = "auto"
 _COUNTED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "packing", "isolate_documents"),
     *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
-    *("optim", "optim_args"),
+    *("optim", "optim_args", "adapter", "rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"),
+    *("lora_dropout", "use_dora", "init_lora_weights"),
 )
 
 
@@ -85,7 +86,9 @@ def _parts(plan: ShardingPlan, module: str) -> int:
     if weight not in plan.specs:
         return plan.devices  # a kernel's
     # a product's is split by its tokens, and by its columns where its weight's output dimension is split
-    axes = {*plan.token_axes, *plan[weight].axes_of(1 if is_stacked(weight) else 0)}
+    packed = plan[weight].packed
+    outputs = packed.used.axes_of(0) if packed else plan[weight].axes_of(1 if is_stacked(weight) else 0)
+    axes = {*plan.token_axes, *outputs}
     return math.prod(plan.mesh[axis] for axis in axes)
 
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
-from shardwright.layout.partition import partition_spec
-from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.partition import PartitionSpec, partition_spec
+from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.recipe import Layout, matches
-from shardwright.models.adapters.int8 import SCALE
+from shardwright.models.adapters.packings import SCALE
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.experts import experts_interface as experts
@@ -68,9 +68,9 @@ def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> Pr
 
 
 def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
-    """Give ``model``, in place, the scales of its int8 weights, on meta: transformers knows of none."""
+    """Give ``model``, in place, the scales of its packed weights, on meta: transformers knows of none."""
     for entry in plan.parameters:
-        if entry.dtype == torch.int8:
+        if entry.packed is not None:
             owner, _, key = (entry.name + SCALE).rpartition(".")
             scale = torch.empty(plan[entry.name + SCALE].shape, device="meta")
             model.get_submodule(owner).register_parameter(key, nn.Parameter(scale, requires_grad=False))
@@ -98,12 +98,14 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     else:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
-        keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
+        # of all layers, since some may have factors that the first has not
+        keys = {key: name for name in names[::-1] for key, _ in job.adapted.get_submodule(name).named_parameters()}
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,
             expert_axes=expert_axes,
-            weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
+            weight_specs={key: _spec_in_kernel(plan, f"{name}.{key}") for key, name in keys.items()},
+            lie_turned=frozenset(key for key, name in keys.items() if _lies_turned(plan[f"{name}.{key}"])),
             order=order,
             keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
@@ -114,6 +116,18 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if jax_call.gathers_beside():
             kernel = kernel.in_rings(_LONGEST_RING)
     experts.bind(model, experts_modules(model), kernel)
+
+
+def _spec_in_kernel(plan: ShardingPlan, name: str) -> PartitionSpec:
+    """The layout in which the kernel of dropless experts gets a parameter: a packed one comes gathered."""
+    packed = plan[name].packed
+    return plan.specs[name] if packed is None else (plan.specs[name][0], *[None] * (len(packed.used.shape) - 1))
+
+
+def _lies_turned(entry: ParameterPlan) -> bool:
+    """Whether a weight is unpacked with its last two dimensions swapped, as its codes lie."""
+    packed = entry.packed
+    return packed is not None and packed.packing.codes(packed.weight).dims != tuple(range(len(entry.shape)))
 
 
 def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
@@ -131,7 +145,8 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
     pieces = None if job.plan.sequence is None else split_rows.RowPieces(mesh, job.plan.batch, job.plan.sequence)
     goal, routers = job.args.goal, router_load.router_losses(job)
-    return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, pieces)
+    further = job.args.mtp_loss_weight if job.args.train_mtp else None
+    return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, further, pieces)
 
 
 def _constrain_output(layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:

@@ -17,6 +17,7 @@ from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses
 from shardwright.models.layers import side_outputs
 from shardwright.models.layers.layer_inputs import LoopChanged
+from shardwright.models.layers.mtp_loss import predicting
 from shardwright.models.ops import partial_gradients, randomness
 from shardwright.models.ops.labels import IGNORE, targets
 from shardwright.models.ops.partial_gradients import Tensors
@@ -26,6 +27,7 @@ from shardwright.step.gradient_reduction import PartialGradient
 from shardwright.step.split_rows import RowPieces
 
 CORRECT = "correct_tokens"
+MTP_LOSS = "mtp_loss"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -46,12 +48,18 @@ class Loss:
     objective: Objective  # a loss of its own replaces the mean cross entropy
     router_losses: RouterLosses  # further losses of the routers that `models.experts.routing.watch` watches
     compute: LossFunction | None  # the caller's own loss, in place of the model's; traced too
+    mtp_weight: float | None  # of the loss of its MTP layers while training; None: it has none
     pieces: RowPieces | None  # how the tokens of a row lie on the devices that share it; None: they have whole rows
 
     def __post_init__(self) -> None:
         self.draws = False  # whether the model has drawn random numbers in training so far
         self._plain_head = True  # False once the model is seen to use the logits for more than the loss
         self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        """Names of the values that are logged beside the loss: the objective's, and the MTP layers' loss."""
+        return self.objective.logged + (() if self.mtp_weight is None else (MTP_LOSS,))
 
     def __call__(
         self,
@@ -64,7 +72,7 @@ class Loss:
         measure: Callable[[Tensor, Tensor], Tensors] | None = None,
         by_counts: bool = False,
     ) -> tuple[Tensor, Tensors]:
-        """The loss of tensors [rows, S], and logged values: router losses, the experts' load, and the objective's.
+        """The loss of tensors [rows, S], and logged values: router and MTP losses, experts' load, the objective's.
 
         Args:
             parameters: the leaves of the partial gradients that are wanted, too.
@@ -96,9 +104,15 @@ class Loss:
             real = torch.ones_like(batch["input_ids"], dtype=torch.float32)
         measured, counted = dict[str, Tensor](), dict[str, Tensor]()
 
+        further = list[Tensor]()
+
         def forward() -> tuple[Any, dict[str, list[Tensor]]]:
-            with self._with_objective(whole, tokens, measured):
-                return self._forward(parameters, inputs, real, random_key, training=training)
+            predicts = training and self.mtp_weight is not None
+            mtp = predicting(self.model, whole, tokens) if predicts else contextlib.nullcontext(list[Tensor]())
+            with self._with_objective(whole, tokens, measured), mtp as losses:
+                found = self._forward(parameters, inputs, real, random_key, training=training)
+            further[:] = losses
+            return found
 
         output, recorded = self._without_logits(forward, counted) if by_counts or measure is None else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
@@ -108,6 +122,9 @@ class Loss:
         if measure is not None:
             logged |= counted or measure(output.logits, whole["labels"])
         loss = output.loss if self.compute is None else self._own(output, whole["labels"], tokens)
+        if further and self.mtp_weight is not None:
+            mtp_loss = torch.stack(further).mean()
+            loss, logged[MTP_LOSS] = loss + self.mtp_weight * mtp_loss, mtp_loss.detach()
         if not (self.router_losses.any and training and real is not None):
             return loss, logged
         added = self.router_losses.values(recorded, real)

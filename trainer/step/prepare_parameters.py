@@ -1,18 +1,22 @@
 """Parameters made ready for the forward: their dtypes, layouts and partial gradients."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import partition_spec
+from shardwright.layout.plan import ParameterPlan
 from shardwright.layout.recipe import Layout
 from shardwright.layout.stacking import first_name, is_stacked
-from shardwright.models.adapters.int8 import SCALE, from_int8
+from shardwright.models.adapters.packings import SCALE
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import selection_biases
 from shardwright.models.ops import jax_call
 from shardwright.models.ops.device_kernels import kernels
+from shardwright.models.ops.fusion_barrier import apart
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.stored_layout import as_stored
 from shardwright.step.gradient_reduction import PartialGradient, token_axes
@@ -33,16 +37,14 @@ class Prepare:
 
     def __call__(self, parameters: Tensors) -> Tensors:
         prepared: Tensors = {}
-        scales = {name + SCALE for name, parameter in parameters.items() if parameter.dtype == torch.int8}
+        packed = {name for name in parameters if not name.endswith(SUFFIX) and self._entry(name).packed}
         for name, parameter in parameters.items():  # leaves come last: a given one replaces ours
             if name.endswith(SUFFIX):
                 spec = self.partials[name.removesuffix(SUFFIX)].spec
                 prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
-            elif parameter.dtype == torch.int8:
-                # multiplied out last, so that devices gather the smallest dtype
-                values, scale = (self._whole(n, self._placed(n, parameters[n])) for n in (name, name + SCALE))
-                prepared[name] = from_int8(values, scale, self.dtype)
-            elif name not in scales:
+            elif name in packed:
+                prepared[name] = self._unpacked(name, parameter, parameters[name + SCALE])
+            elif name.removesuffix(SCALE) not in packed:
                 prepared |= self._cast(name, parameter)
         return prepared
 
@@ -52,7 +54,7 @@ class Prepare:
 
     def _cast(self, name: str, parameter: Tensor) -> Tensors:
         # cast first, so that devices gather the smaller dtype
-        entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
+        entry, partial = self._entry(name), self.partials.get(name)
         # the biases that routers add for selection stay as they are: in bfloat16 a step of 0.001 would be lost
         cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
         placed = self._placed(name, cast)
@@ -61,24 +63,50 @@ class Prepare:
             prepared[name + SUFFIX] = partial.leaf(placed)
         return prepared
 
+    def _unpacked(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        entry = self._entry(name)
+        assert entry.packed is not None
+        packing, weight, used = entry.packed.packing, entry.packed.weight, entry.packed.used
+        if self._is_dropless(name):
+            split = {axis for axis in used.layout if axis not in used.axes_of(0)}
+        else:
+            split = self._token_axes(name, used)
+        # unpacked last, so that devices gather codes
+        parts = (
+            self._without(split, plan.layout, self._constrain(part, plan.layout))
+            for plan, part in ((entry, codes), (self._entry(name + SCALE), scale))
+        )
+        return self._without(split, used.layout, packing.unpack(*parts, weight, self.dtype, apart))
+
+    def _entry(self, name: str) -> ParameterPlan:
+        return self.job.plan[first_name(name)]
+
+    def _is_dropless(self, name: str) -> bool:
+        return self.job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside
+
+    def _token_axes(self, name: str, entry: ParameterPlan) -> set[str]:
+        return {*token_axes(name, entry, self.job.recipe, self.experts_inside), SEQUENCE}
+
     def _placed(self, name: str, parameter: Tensor) -> Tensor:
-        return self._constrain(parameter, self.job.plan[first_name(name)].layout)
+        return self._constrain(parameter, self._entry(name).layout)
 
     def _whole(self, name: str, placed: Tensor) -> Tensor:
         # gathered along the axes that split the tokens, which also places the reduction of its gradient: left to itself
         # the partitioner gathers the tokens of the whole batch where that seems shorter
-        entry, recipe = self.job.plan[first_name(name)], self.job.recipe
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
+        if self._is_dropless(name):
             return placed  # the kernel gathers it itself
-        split = (*token_axes(name, entry, recipe, self.experts_inside), SEQUENCE)
-        return self._constrain(placed, {axis: place for axis, place in entry.layout.items() if axis not in split})
+        entry = self._entry(name)
+        return self._without(self._token_axes(name, entry), entry.layout, placed)
+
+    def _without(self, axes: Collection[str], layout: Layout, tensor: Tensor) -> Tensor:
+        return self._constrain(tensor, {axis: place for axis, place in layout.items() if axis not in axes})
 
     def _as_stored(self, name: str, parameter: Tensor) -> Tensor:
-        as_used = parameter.dtype in (self.dtype, torch.int8)
+        as_used = parameter.dtype in (self.dtype, torch.int8, torch.uint8)
         if parameter.dim() < 2 or not as_used or name.endswith(SUFFIX):
             return parameter
         sizes = self.mesh.shape()
-        spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
+        spec = partition_spec(self._entry(name).layout, parameter.dim(), tuple(sizes))
         manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
         return as_stored(parameter, manual, self.job.stored[name].shape[0] if is_stacked(name) else 0)
 

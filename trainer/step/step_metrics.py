@@ -30,7 +30,7 @@ class StepMetrics:
         router_losses: ``router_z_loss`` and ``router_balance_loss``, without their coefficients, if they are added.
         expert_load: of each layer with experts, all these steps together.
         unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
-        logged: the objective's logged values.
+        logged: the objective's logged values, and ``mtp_loss``, without its weight, if MTP layers are trained.
         spike: the last one; None: nobody looks for any.
     """
 

@@ -62,7 +62,7 @@ class TrainStep:
             for name, kept in optimizer.state.items()
             if self._learns(name)
         }
-        self.layout = MetricsLayout(self.loss.objective.logged, self.routing, self.spikes)
+        self.layout = MetricsLayout(self.loss.logged, self.routing, self.spikes)
         self.metrics = sharding.place("metrics", self.layout.start(restored), self.mesh, (None,))
         lengths = job.row_lengths  # a compile for each
         self.guards = {length: CompileGuard(step_name(length, lengths), 1) for length in lengths}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,43 +13,81 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.files.folder import Folder
-from shardwright.models.adapters.lora import A, B, Lora, base_of
+from shardwright.models.adapters.lora import A0, B0, A, B, Lora, M, base_of
 from shardwright.models.experts.input_scaling import ScaledExperts
-from shardwright.weights.peft_files import AdapterFiles, factor_shapes, open_adapter
+from shardwright.weights.peft_files import AdapterFiles
+from shardwright.weights.peft_layout import factor_shapes, unstarted
+from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import Source, part_of
 
 if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
     from shardwright.job import Job
 
 
-def seeded_factors(model: nn.Module, seed: int) -> Source:
-    """A source of initial factors for ``model``, by name and seed alone: A uniform as PEFT draws it, B zero."""
+def seeded_factors(model: nn.Module, lora: Lora, seed: int, base: Source, gaussian: bool = False) -> Source:
+    """A source of what ``lora`` in ``model`` begins as, by name, seed and the weights ``base`` alone.
 
-    def source(name: str) -> torch.Tensor:
+    As PEFT has it: A uniform or ``gaussian``, B zero; with a start of its own the parts of the weight that it names;
+    DoRA's M the lengths of the weight's rows; and what is trained whole the weight itself.
+    """
+    begun = functools.cache(lambda target: _parts(lora, target, whole(base(target)).float(), seed))
+
+    def source(name: str) -> Array:
+        target = base_of(name)
+        if target is None:
+            return base(name)
+        if name.endswith(M):
+            return whole(base(target)).float().norm(dim=1)
+        if lora.start:
+            return begun(target)[name.endswith((B, B0))]
         shape = model.get_parameter(name).shape
         if name.endswith(B):
             return torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        if gaussian:
+            return torch.empty(shape).normal_(std=1 / lora.rank(target), generator=generator)
         bound = 1 / math.sqrt(shape[-1])  # as of nn.Linear: kaiming_uniform_ with a = sqrt(5)
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     return source
 
 
-def beside(base: Source, own: Source) -> Source:
-    """A source of an adapted model: factors come from ``own``, everything else from ``base``."""
-    return lambda name: (base if base_of(name) is None else own)(name)
+def _parts(lora: Lora, target: str, weight: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B at the start of ``weight``, the float32 weight ``target`` [out, in]: parts of it."""
+    r = lora.rank(target)
+    if lora.start == "olora":
+        q, upper = torch.linalg.qr(weight)
+        return upper[:r].contiguous(), q[:, :r].contiguous()
+    if lora.start == "pissa":
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{seed}/{target}".encode()))
+            u, s, v = torch.svd_lowrank(weight, r, niter=int(lora.start.rpartition("_")[2]))
+        vh = v.T
+    root = (s[:r] / lora.scale(target)).sqrt()
+    return root[:, None] * vh[:r], u[:, :r] * root
+
+
+def beside(base: Source, own: Source, trained: Collection[str] = ()) -> Source:
+    """A source of an adapted model: factors and the ``trained`` come from ``own``, everything else from ``base``."""
+    return lambda name: (base if base_of(name) is None and name not in trained else own)(name)
 
 
 def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedModel) -> Source:
     """A source of plain weights of ``model`` (on meta): ``base`` plus ``factors``, in the dtype of ``base``."""
+    factors, lora = unstarted(factors, lora), lora.unstarted
 
     def source(name: str) -> Array:
+        weight = base(name)
+        if name in lora.whole:
+            own = factors(name)
+            return LazyArray(tuple(own.shape), weight.dtype, lambda where: own[where].to(weight.dtype))
         if name not in lora.targets:
-            return base(name)
-        weight, a, b = base(name), factors(name + A), factors(name + B)
+            return weight
+        a, b = factors(name + A), factors(name + B)
         # stored [.., in, out]
         transposed = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
@@ -56,10 +96,17 @@ def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedMo
             rows, columns = (columns, rows) if transposed else (rows, columns)
             part_a = a[(*experts, slice(0, a.shape[-2]), columns)].to(torch.float32)
             part_b = b[(*experts, rows, slice(0, b.shape[-1]))].to(torch.float32)
-            delta = lora.scale * (part_b @ part_a)
-            return (weight[where] + (delta.transpose(-1, -2) if transposed else delta)).to(weight.dtype)
+            delta = lora.scale(name) * (part_b @ part_a)
+            return weight[where] + (delta.transpose(-1, -2) if transposed else delta)
 
-        return LazyArray(tuple(weight.shape), weight.dtype, read)
+        def lengthened(where: Slices) -> torch.Tensor:
+            rows, columns = where
+            merged = read((rows, slice(0, weight.shape[1])))
+            length = whole(factors(name + M))[rows].to(torch.float32) / merged.norm(dim=1)
+            return length[:, None] * merged[:, columns]
+
+        made = lengthened if lora.dora else read
+        return LazyArray(tuple(weight.shape), weight.dtype, lambda where: made(where).to(weight.dtype))
 
     return source
 
@@ -69,12 +116,17 @@ def weights_of(job: Job, base: Source, saved: Source | None) -> Source:
 
     ``saved`` has a checkpoint's weights; of an adapted model, the factors alone.
     """
-    own = part_of(base, job.facts.names_in_whole)
-    if job.lora is None:
+    own, lora = part_of(base, job.facts.names_in_whole), job.lora
+    if lora is None:
         return saved or own
-    if saved is None and job.args.adapter is not None:
-        saved = open_adapter(Folder(job.args.adapter), job.lora, job.model, job.facts.names_in_whole)
-    return beside(own, saved or seeded_factors(job.adapted, job.args.seed))
+    if saved is None:
+        gaussian = job.args.init_lora_weights == "gaussian"
+        saved = first = seeded_factors(job.adapted, lora, job.args.seed, own, gaussian)
+        if job.args.adapter is not None:
+            opened = open_adapter(Folder(job.args.adapter), lora, job.model, job.facts.names_in_whole, job.facts.whole)
+            own = opened.checked(own)
+            saved = lambda name: (first if name.endswith((A0, B0)) else opened)(name)  # noqa: E731
+    return beside(own, saved, lora.whole)
 
 
 def files_of(job: Job) -> AdapterFiles:

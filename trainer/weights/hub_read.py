@@ -28,11 +28,13 @@ from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
+from shardwright.model.base_storage import quantization_settings
+from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
 from shardwright.weights.formats.format import DEQUANTIZED
-from shardwright.weights.formats.published import FormatError, Published, plain, quantization_settings
+from shardwright.weights.formats.published import FormatError, Published, plain
 from shardwright.weights.hub_files import fetched
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
@@ -44,7 +46,7 @@ from shardwright.weights.wrapper_prefixes import without_prefixes
 _PLAIN = "the checkpoint in bfloat16 or float32"
 # name -> tensor, and the file that it lies in
 Stored = Mapping[str, tuple[Array, Path | RemoteFile]]
-_FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+_FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize > 1}  # FP8: codes
 
 
 @dataclass
@@ -63,11 +65,11 @@ class HubWeights:
     """
 
     def __init__(self, asked: str, files: Sequence[Path | RemoteFile], model: PreTrainedModel) -> None:
-        self.asked, self.model = asked, model
+        self.asked, self.model, self.mtp = asked, model, mtp.layer_names(model)
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
-        stored = {name: (array, file) for file in files for name, array in self._open(file).items()}
-        stored, self.prefixes = self._without_prefixes(stored)
+        opened = {name: (array, file) for file in files for name, array in self._open(file).items()}
+        stored, self.prefixes = self._without_prefixes(opened)
         self.published = self._dequantized(stored)
         self.tensors = self.published.tensors
         self.formats.update(weight.form.title for weight in self.published.packed.values())
@@ -86,7 +88,7 @@ class HubWeights:
     @property
     def total_bytes(self) -> int:
         """The bytes of the model's tensors in the files."""
-        names = [name for name in self.tensors if name not in self.untrained]
+        names = [name for group in self.groups.values() for _, name in group.members]
         read = [tensor for name in names for tensor in self.published.stored(name)]
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in read)
 
@@ -147,6 +149,8 @@ class HubWeights:
 
     def _goes_without(self, name: str) -> bool:
         """Whether the model has no part of this name, and its family says so."""
+        if self.mtp and is_mtp(name, self.model.config):
+            return mtp.is_copy(name, self.mtp)
         return is_mtp(name, self.model.config) or not self._adjusted(set(), {name})[1]
 
     def _match(self) -> dict[str, Group]:
@@ -158,15 +162,19 @@ class HubWeights:
         prefix, state = self.model.base_model_prefix, self.model.state_dict()
         groups: dict[str, Group] = {}
         for tensor in sorted(self.tensors, key=dot_natural_key):
-            name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
-            if name not in state and tensor in state:  # it has the model's own name already
-                name, pattern = rename_source_key(tensor, [], [], prefix, state)
-            transform = WeightRenaming(tensor, name) if pattern is None else by_pattern[pattern]
-            groups.setdefault(name, Group(transform)).members.append((pattern or tensor, tensor))
+            key = mtp.own_name(tensor, self.mtp, self.model.config)
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:  # it has the model's own name already
+                name, pattern = rename_source_key(key, [], [], prefix, state)
+            transform = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
+            groups.setdefault(name, Group(transform)).members.append((pattern or key, tensor))
         return groups
 
-    def _set_aside(self) -> dict[str, LazyArray]:
-        """Takes the groups out that no parameter needs and none misses: MTP layers, what its family says to ignore."""
+    def _set_aside(self) -> dict[str, Array]:
+        """Takes the groups out that no parameter needs and none misses: MTP layers, what its family says to ignore.
+
+        Of MTP layers that are trained those are copies of other weights, and are not kept.
+        """
         other = self.groups.keys() - self.model.state_dict().keys()
         ignored = other - self._adjusted(set(), other)[1]
         ignored |= {name for name in other if is_mtp(name, self.model.config)}
@@ -174,6 +182,7 @@ class HubWeights:
             tensor: self.tensors[tensor]
             for name in sorted(ignored, key=dot_natural_key)
             for _, tensor in self.groups.pop(name).members
+            if not mtp.is_copy(tensor, self.mtp)
         }
 
     def _adjusted(self, missing: Set[str], unexpected: Set[str]) -> tuple[Set[str], Set[str]]:
@@ -204,6 +213,14 @@ class HubWeights:
         absent = (state.keys() - found.keys()) & self.tied.keys()
         missing, unexpected = self._adjusted(state.keys() - found.keys(), found.keys() - state.keys())
         missing = (missing - absent) | {n for n in absent if not found.keys() & self.tied[n]}
+        further = {name for name in state if name.startswith(tuple(f"{layer}." for layer in self.mtp))}
+        if further and further <= missing:
+            raise UserError(
+                asked=f"--model {self.asked} with --train_mtp",
+                found="no MTP layers in its files",
+                why="they would be trained from random weights beside a trained model, and nothing said so",
+                instead="no --train_mtp; or the hub's own checkpoint (transformers' save_pretrained leaves them out)",
+            )
         shapes = {name: (list(found[name].shape), list(state[name].shape)) for name in found.keys() & state.keys()}
         misshapen = [
             f"{n} {ours} where the config says {theirs}" for n, (ours, theirs) in shapes.items() if ours != theirs

@@ -28,6 +28,7 @@ from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
@@ -127,7 +128,7 @@ def export(
     """
     folder, form = folder if isinstance(folder, Folder) else Folder(str(folder)), form or ExportFormat()
     tensors, stated = hub_tensors(model, source, form, base)
-    promise_only(model.config, base.untrained if base is not None else ())
+    promise_only(model.config, {*tensors, *(base.untrained if base is not None else ())})
     quantized = quantize(form.format, model, tensors, base) if form.format and form.asks_base else None
     if quantized is not None:
         tensors = quantized.tensors(tensors)
@@ -190,16 +191,18 @@ def hub_tensors(
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
     kept = kept_in_float32(model)
-    cast = {name: lazy for name, lazy in tensors.items() if not kept(name)}
-    for name, lazy in cast.items():
-        wanted = base(name).dtype if base is not None and form.format == SAME else form.dtype
-        if wanted is not None and lazy.dtype.is_floating_point:
-            cast[name] = lazy.to(wanted)
+    for name, lazy in tensors.items():
+        dtype = None if kept(name) else form.dtype
+        if form.format == SAME and base is not None:
+            dtype = base(name).dtype
+        if dtype is not None and lazy.dtype.is_floating_point:
+            tensors[name] = lazy.to(dtype)
     # the dtype that holds all of these matrices: frozen ones may be stored in a narrower one, and norms in a wider
-    matrices = [each.dtype for each in cast.values() if len(each.shape) > 1] or [each.dtype for each in cast.values()]
-    widest = max(matrices, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
-    tensors |= cast
-    return _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors, widest
+    cast = [each for name, each in tensors.items() if not kept(name)]
+    dtypes = [each.dtype for each in cast if len(each.shape) > 1] or [each.dtype for each in cast]
+    widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+    named = _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors
+    return mtp.as_published(named, model), widest
 
 
 def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
@@ -264,7 +267,9 @@ def _write_description(
             with contextlib.suppress(OSError, ValueError):  # the family's, where the config's checkpoint has none
                 if base:
                     repository, revision = split(base)
-                    generation = GenerationConfig.from_pretrained(repository, revision=revision, local_files_only=True)
+                    generation = GenerationConfig.from_pretrained(
+                        repository, revision=revision or "main", local_files_only=True
+                    )
             model.generation_config = generation
         if tokenizer is not None:
             align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): layers after a model's last one that guess further tokens, and that no run trains.
+"""Multi-token prediction (MTP): layers after a model's last one that guess further tokens, in checkpoints.
 
 transformers leaves them out of its models, each family by patterns of its own; configs count them in fields of
 several names (`num_nextn_predict_layers`, `mtp_num_hidden_layers`, `num_mtp_modules`).
@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 
 from transformers import PretrainedConfig
+
+from shardwright.models.layers.mtp import count_of
 
 
 def is_mtp(name: str, config: PretrainedConfig) -> bool:
@@ -20,10 +22,24 @@ def is_mtp(name: str, config: PretrainedConfig) -> bool:
 
 
 def promise_only(config: PretrainedConfig, names: Iterable[str]) -> None:
-    """Take such layers out of ``config`` unless ``names``, of tensors beside the model's own, has some of them."""
+    """Take such layers out of ``config`` unless some of the tensors ``names`` are theirs."""
     if not any(is_mtp(name, config) for name in names):
         for part, field, count in _counts(config):
             setattr(part, field, type(count)(0))
+
+
+def stale(names: Iterable[str], config: PretrainedConfig, *, adapter: bool) -> str | None:
+    """The warning of a run that trains the model and not its MTP layers; None: the tensors ``names`` have none.
+
+    ``adapter``: the run trains one, beside which no MTP layer is trained.
+    """
+    if not any(is_mtp(name, config) for name in names):
+        return None
+    trained = "" if adapter or not count_of(config) else "; --train_mtp trains them too"
+    return (
+        "its MTP layers grow stale, as they guess the words of the model before it was trained: speculative decoding "
+        f"with them gets slower, not wrong{trained}"
+    )
 
 
 def _counts(config: PretrainedConfig) -> list[tuple[PretrainedConfig, str, int]]:

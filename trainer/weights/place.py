@@ -1,4 +1,4 @@
-"""Places a model's weights on the devices, a parameter at a time, from any source; rounded to int8 where planned."""
+"""Places a model's weights on the devices, a parameter at a time, from any source; packed where planned."""
 
 import itertools
 import math
@@ -7,18 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray, Slices, Stack, keeping_last
+from shardwright.files.arrays import Array, Stack
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
-from shardwright.models.adapters.int8 import SCALE, to_int8
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.weights.packed_source import packed_source
 from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh
 from shardwright.xla.runtime import run_now, wait_for_devices
-
-_Rows = tuple[tuple[int, int], ...]
 
 
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> Tensors:
@@ -27,7 +24,7 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     Stacks are made on the devices and written there layer by layer, so the host holds one layer at most. Tied
     parameters stay tied; buffers are replicated. Returns name -> parameter, in the model's order.
     """
-    source = with_int8(source, plan)
+    source = packed_source(source, plan)
     specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
     tensors: Tensors = {}
     owners = {**{entry.name: entry.name for entry in plan.parameters}, **plan.aliases}
@@ -121,44 +118,3 @@ def place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner, _, key = name.rpartition(".")
     setattr(model.get_submodule(owner), key, tensor)
-
-
-def with_int8(source: Source, plan: ShardingPlan) -> Source:
-    """``source`` with the weights that ``plan`` stores in int8 rounded, and their scales.
-
-    Rows are rounded whole and read once. The host holds the rows of one parameter, and all scales, which are small.
-    """
-    rounded = keeping_last(lambda name: dict[_Rows, torch.Tensor]())
-    scales: dict[tuple[str, _Rows], torch.Tensor] = {}
-    names = {member for entry in plan.parameters if entry.dtype == torch.int8 for member in plan.members(entry.name)}
-
-    def read(name: str, rows: Slices, *, scale: bool) -> torch.Tensor:
-        array = source(name)
-        key = tuple(place.indices(size)[:2] for place, size in zip(rows, array.shape, strict=False))
-        if scale and (name, key) in scales:
-            return scales[name, key]
-        values = rounded(name)
-        if key not in values:
-            try:
-                values[key], scales[name, key] = to_int8(array[(*rows, slice(0, array.shape[-1]))])
-            except ValueError as error:
-                raise UserError(
-                    asked=f"{name} in int8",
-                    found=str(error),
-                    why="integers have none",
-                    instead="--base_dtype bfloat16, or a checkpoint without such values",
-                ) from error
-        return scales[name, key] if scale else values[key]
-
-    def int8_source(name: str) -> Array:
-        base = name.removesuffix(SCALE)
-        if base not in names:
-            return source(name)
-        shape, scale = tuple(source(base).shape), name != base
-        return LazyArray(
-            (*shape[:-1], 1) if scale else shape,
-            torch.float32 if scale else torch.int8,
-            lambda where: read(base, where[:-1], scale=scale)[..., where[-1]],
-        )
-
-    return int8_source

@@ -23,15 +23,16 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import LazyArray, Slices, whole
+from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
+from shardwright.model.base_storage import quantization_settings
 from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
-from shardwright.weights.formats.published import PackedWeight, quantization_settings
+from shardwright.weights.formats.published import PackedWeight
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.names import first_names
@@ -67,24 +68,13 @@ def _mxfp4_settings(left_out: list[str]) -> dict[str, Any]:
     return {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
 
 
-def _int4_settings(left_out: list[str]) -> dict[str, Any]:
-    """As Kimi-K2.5's, but for the names of what is left out."""
-    weights: dict[str, Any] = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": _GROUP,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "group",
-        "symmetric": True,
-        "type": "int",
-    }
-    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
-    return {
-        "config_groups": {"group_0": group},
-        "format": "pack-quantized",
+def _packed_settings(format_name: str, **weights: Any) -> Callable[[list[str]], dict[str, Any]]:
+    """Settings of compressed-tensors, as Kimi-K2.5 and Kimi-K3 have them but for the names of what is left out."""
+    common = {"dynamic": False, "group_size": _GROUP, "num_bits": 4, "strategy": "group", "symmetric": True}
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": common | weights}
+    return lambda left_out: {
+        "config_groups": {"group_0": {**group, "format": format_name}},
+        "format": format_name,
         "ignore": left_out,
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
@@ -97,13 +87,15 @@ def _in_equal_blocks(shape: Sequence[int]) -> bool:
     return all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
 
 
-SCHEMES = {
-    "fp8": Scheme(fp8.BLOCKS, _fp8_settings, is_read=_in_equal_blocks),
-    "mxfp4": Scheme(mxfp4.GPT_OSS, _mxfp4_settings, fused=True),
-    "int4": Scheme(integers.PACKED, _int4_settings),
+# the first that fits the model is taken
+SCHEMES: dict[str, tuple[Scheme, ...]] = {
+    "fp8": (Scheme(fp8.BLOCKS, _fp8_settings, is_read=_in_equal_blocks),),
+    "mxfp4": (
+        Scheme(mxfp4.GPT_OSS, _mxfp4_settings, fused=True),
+        Scheme(mxfp4.PACKED, _packed_settings("mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8")),
+    ),
+    "int4": (Scheme(integers.PACKED, _packed_settings("pack-quantized", type="int")),),
 }
-
-
 _UNWRITTEN = f"it is read, and {', '.join(SCHEMES)} alone are written", f"--format fp8, int4; or {_PLAIN}"
 
 
@@ -131,7 +123,8 @@ class Quantized:
 
     def carried(self, base: HubWeights) -> dict[str, Lazy]:
         """The base's tensors beside the model's own, as they are in its files where this export has that format."""
-        forms, found = set(self.forms.values()), dict(base.untrained)
+        forms = set(self.forms.values())
+        found: dict[str, Array] = dict(base.untrained)
         for name, weight in self.published.items():
             if name in found and weight.form in forms:
                 del found[name]
@@ -231,11 +224,10 @@ def quantize(
                 SAME, "a base that is quantized, and that is gone", why, f"the base in its place; or {_PLAIN}"
             )
         return None
-    scheme = SCHEMES.get(asked)
-    if scheme is None or (own and all(form is scheme.form for form in own.values())):
+    if asked == SAME or (own and set(own.values()) <= {scheme.form for scheme in SCHEMES[asked]}):
         _check_written(asked, own, base)
         return Quantized(asked, settings, own, packed)
-    linear = _chosen(asked, scheme, model, tensors, own)
+    scheme, linear = _chosen(asked, model, tensors, own)
     # engines join a module's projections, and so want all of them in one format
     mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
     chosen = [name for name in linear if _around(name) not in mixed]
@@ -266,25 +258,19 @@ def _check_written(asked: str, own: Mapping[str, Format], base: HubWeights | Non
 
 
 def _chosen(
-    asked: str, scheme: Scheme, model: PreTrainedModel, tensors: Mapping[str, Lazy], own: Collection[str]
-) -> list[str]:
-    """The names of what is quantized; ``own``: of what is in the base. Raises UserError if no loader reads it."""
+    asked: str, model: PreTrainedModel, tensors: Mapping[str, Lazy], own: Collection[str]
+) -> tuple[Scheme, list[str]]:
+    """The scheme, and the names of what it quantizes; ``own``: of the base's. UserError if no loader reads it."""
     linear = set(own) or set(_linear(model, tensors))
     fused = [name for name in tensors if name in linear and not name.endswith(".weight")]
-    kinds = {
-        type(model.get_submodule(own.rpartition(".")[0])).__name__ for name in fused for own in tensors[name].names
-    }
-    as_published = bool(kinds) and kinds <= MXFP4
-    if scheme.fused:
-        if not as_published:
-            found, why = f"a {type(model).__name__}", "transformers and engines read it of gpt-oss's experts alone"
-            raise _refused(asked, found, why, f"--format fp8; or {_PLAIN}")
-        return fused
-    if fused:
-        found = f"experts that the hub holds in one tensor: {first_names(fused)}"
-        others = "--format mxfp4; or " if as_published else ""
-        raise _refused(asked, found, "loaders read it of the weights of single modules", others + _PLAIN)
-    return [name for name in tensors if name in linear]
+    owners = {own.rpartition(".")[0] for name in fused for own in tensors[name].names}
+    read = {type(model.get_submodule(owner)).__name__ for owner in owners} <= MXFP4
+    for scheme in SCHEMES[asked]:
+        if scheme.fused == bool(fused) and read:
+            return scheme, fused or [name for name in tensors if name in linear]
+    found = f"experts that the hub holds in one tensor: {first_names(fused)}"
+    others = "--format mxfp4; or " if read else ""
+    raise _refused(asked, found, "loaders read it of the weights of single modules", others + _PLAIN)
 
 
 def _linear(model: PreTrainedModel, tensors: Mapping[str, Lazy]) -> Iterator[str]:

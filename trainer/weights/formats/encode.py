@@ -63,6 +63,20 @@ def mxfp4_experts(values: torch.Tensor, settings: Settings, like: Parts) -> dict
     return {"_blocks": blocks, "_scales": scales}
 
 
+def mxfp4_packed(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
+    """4-bit floats of one weight, as compressed-tensors packs them: bytes ``.weight_packed`` [rows, columns / 2] and
+    exponents ``.weight_scale`` [rows, groups]; the codes are those of :func:`mxfp4_experts`.
+    """
+    if values.dim() != 2 or values.shape[1] % _GROUP:
+        raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {_GROUP}]")
+    rows, columns = values.shape
+    if values.is_meta:
+        codes, scales = values.new_empty(rows, columns // 2), values.new_empty(rows, columns // _GROUP)
+        return {".weight_packed": codes.to(torch.uint8), ".weight_scale": scales.to(torch.uint8)}
+    codes, scales = _e2m1(values.to(torch.float32).reshape(rows, -1, _GROUP))
+    return {".weight_packed": codes.reshape(rows, -1), ".weight_scale": scales}
+
+
 def int4_packed(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
     """4-bit integers, eight in an int32, and a scale for each group of a row, as compressed-tensors packs them.
 

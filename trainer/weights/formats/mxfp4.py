@@ -8,8 +8,9 @@ rows of blocks, `X_blocks` [experts, out, blocks, 16] and `X_scales`; compressed
 import torch
 
 from shardwright.files.arrays import Array, LazyArray, Slices
-from shardwright.weights.formats.encode import mxfp4_experts
+from shardwright.weights.formats.encode import mxfp4_experts, mxfp4_packed
 from shardwright.weights.formats.format import (
+    Encode,
     Format,
     Parts,
     Settings,
@@ -61,7 +62,9 @@ def _gpt_oss(parts: Parts, settings: Settings) -> Array:
     return transposed(grouped(_rows(parts["_blocks"]), powers_of_two(parts["_scales"]), _GROUP))
 
 
-def _mxfp4(main: str, scale: str, plain: str = ".weight", unread: tuple[str, ...] = ()) -> Format:
+def _mxfp4(
+    main: str, scale: str, plain: str = ".weight", unread: tuple[str, ...] = (), encode: Encode | None = None
+) -> Format:
     return Format(
         title="MXFP4",
         main=main,
@@ -70,6 +73,7 @@ def _mxfp4(main: str, scale: str, plain: str = ".weight", unread: tuple[str, ...
         decode=lambda parts, settings: grouped(parts[main], powers_of_two(parts[scale]), _GROUP),
         plain=plain,
         unread=unread,
+        encode=encode,
     )
 
 
@@ -91,7 +95,8 @@ GPT_OSS_SAVED = Format(
     decode=lambda parts, settings: parts["_blocks"],
     plain="",
 )
-PACKED = _mxfp4(".weight_packed", ".weight_scale", unread=(".weight_shape",))  # compressed-tensors
+# compressed-tensors
+PACKED = _mxfp4(".weight_packed", ".weight_scale", unread=(".weight_shape",), encode=mxfp4_packed)
 MODELOPT = _mxfp4(".weight", ".weight_scale")
 # DeepSeek-V4's names, and those that transformers saves it under
 DEEPSEEK = [

@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from shardwright.files.arrays import Array
+from shardwright.model.base_storage import quantization_settings
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
 
@@ -104,15 +105,6 @@ def plain(
             raise FormatError(f"{name} in {weight.form.title}: {text}", parts) from error
     packed = {name: weight for name, weight in found.items() if weight.form.title and name not in as_stored}
     return Published(values, packed, frozenset(unread))
-
-
-def quantization_settings(config: PretrainedConfig) -> Settings:
-    """The quantization_config of ``config`` or of its text part as plain values; {} if it has none."""
-    for part in (config, config.get_text_config()):
-        settings = getattr(part, "quantization_config", None)
-        if settings:
-            return settings if isinstance(settings, Mapping) else dict(settings.to_dict())
-    return {}
 
 
 def base_dtype(config: PretrainedConfig) -> torch.dtype | None:

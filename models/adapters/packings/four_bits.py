@@ -1,0 +1,74 @@
+"""Packings of 4-bit codes, two in a byte, with a scale for each block of so many inputs.
+
+Both parts lie with the inputs as the last dimension but one, whichever way the weight has them: a TPU keeps the last
+dimension along its lanes, and what is repeated or taken apart along the other costs nothing. A byte's low half is of
+the first half of a group of inputs, its high half of the second: of 64, so that half a group is the 32 rows of a tile
+of bytes, or of 32 where 64 don't divide a device's inputs.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardwright.models.adapters.packings.packing import Map, Packing, Part, Weight, split
+
+_GROUP = 64
+
+
+class FourBits(Packing):
+    """A packing of 4-bit codes; ``size`` is the number of inputs in a block."""
+
+    size: int
+
+    def lacking(self, weight: Weight) -> str:
+        return f"its {weight.shape[weight.inputs]} inputs are no multiple of {self.size}" * bool(
+            weight.shape[weight.inputs] % self.size
+        )
+
+    def block(self, weight: Weight) -> tuple[int, ...]:
+        ones = [1] * len(weight.shape)
+        ones[weight.inputs] = self.size
+        return tuple(ones)
+
+    def codes(self, weight: Weight) -> Part:
+        dims = weight.turned
+        ones, shape = [1] * len(dims), [weight.shape[dim] for dim in dims]
+        shape[-2] //= 2
+        steps, units = list(ones), list(ones)
+        steps[-2], units[-2] = 2, max(self._group(weight), self.size)
+        return Part(tuple(shape), self.code_dtype, dims, tuple(steps), tuple(units))
+
+    def scales(self, weight: Weight) -> Part:
+        part = super().scales(weight)
+        return replace(part, units=self.codes(weight).units)
+
+    def arrange(self, codes: Tensor, scale: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        order, half = weight.turned, self._group(weight) // 2
+        low, high = codes.permute(order).unflatten(-2, (-1, 2, half)).unbind(-3)
+        return (low | high << 4).flatten(-3, -2), scale.permute(order).contiguous()
+
+    def unpack(
+        self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
+    ) -> Tensor:
+        half = self._group(weight) // 2
+        groups = apart(codes.unflatten(-2, (-1, half))).unsqueeze(-3).to(torch.float32)
+        # in bfloat16, or the compiler would write both to memory in float32
+        high, low = (apart(part.to(torch.bfloat16)) for part in split(groups, 16))
+        is_high = torch.arange(2, device=codes.device).reshape(2, 1, 1) > 0
+        numbers = self.numbers(torch.where(is_high, high, low).to(torch.float32))
+        scale = self.factors(scale).unflatten(-2, (numbers.shape[-4], -1)).unsqueeze(-2)
+        found = apart((numbers * scale).to(dtype)).flatten(-4, -2)
+        return found if weight.inputs == -2 else found.transpose(-1, -2)
+
+    @abstractmethod
+    def numbers(self, codes: Tensor) -> Tensor:
+        """The number of each code, 0 … 15 in float32, in float32."""
+
+    def factors(self, scale: Tensor) -> Tensor:
+        """Stored scales as factors, in float32."""
+        return scale
+
+    def _group(self, weight: Weight) -> int:
+        return _GROUP if weight.local(weight.inputs) % _GROUP == 0 else _GROUP // 2

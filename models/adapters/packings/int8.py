@@ -1,0 +1,28 @@
+"""8-bit integers with a scale for each row of the last dimension (LLM.int8's absmax, arXiv:2208.07339)."""
+
+import torch
+from torch import Tensor
+
+from shardwright.models.adapters.packings.packing import Map, Packing, Weight, divided, largest
+
+_LARGEST = 127
+
+
+class Int8(Packing):
+    """A value is off by half a scale at most."""
+
+    title, bits = "int8", 8.0
+    code_dtype = torch.int8
+
+    def block(self, weight: Weight) -> tuple[int, ...]:
+        return (*[1] * (len(weight.shape) - 1), weight.shape[-1])
+
+    def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        block = (*[1] * (values.dim() - 1), values.shape[-1])
+        scale = largest(values, block, zeros=_LARGEST) / _LARGEST
+        return divided(values, scale, block).round().to(torch.int8), scale
+
+    def unpack(
+        self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
+    ) -> Tensor:
+        return (codes.to(torch.float32) * scale).to(dtype)

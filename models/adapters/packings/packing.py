@@ -1,0 +1,179 @@
+"""A packing: how a frozen weight lies in fewer bits, as codes, under the weight's own name, and scales.
+
+Scales are those of blocks: a weight is its codes' numbers times the scale of the block that each lies in. Both parts
+have as many dimensions as the weight, so a weight's layout is theirs. Codes are unpacked just before use.
+
+Shape suffixes: none; a weight is [..., rows, columns], and its inputs are one of the two.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# appended to a weight's name to name its scales
+SCALE = "_scale"
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The weight that a packing holds.
+
+    Args:
+        shape: of one layer's.
+        inputs: the dimension of its inputs, -1 or -2.
+        splits: the number of parts that devices hold of each dimension.
+    """
+
+    shape: tuple[int, ...]
+    inputs: int = -1
+    splits: tuple[int, ...] = ()
+
+    def local(self, dim: int) -> int:
+        """The size of ``dim``, counted from the end, on a device."""
+        return self.shape[dim] // (self.splits[dim] if self.splits else 1)
+
+    @property
+    def turned(self) -> tuple[int, ...]:
+        """Its dimensions in the order in which the inputs are the last but one."""
+        last = len(self.shape) - 1
+        return (*range(last - 1), last - 1, last) if self.inputs == -2 else (*range(last - 1), last, last - 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The codes, or the scales, of a weight.
+
+    Args:
+        dims: the weight's dimension that each of its dimensions lies along.
+        steps: the number of the weight's elements along it that one of its elements stands for.
+        units: the number of the weight's elements along it that devices can't split.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+    steps: tuple[int, ...]
+    units: tuple[int, ...]
+
+
+class Packing(ABC):
+    """A packing. ``title`` is what people call it, ``bits`` its size, scales included, for a weight of many blocks."""
+
+    title: str
+    bits: float
+    # of codes and scales: no floats, so that nothing takes a gradient of them and every device moves them as they are
+    code_dtype = torch.uint8
+    scale_dtype = torch.float32
+
+    def lacking(self, weight: Weight) -> str:
+        """Why ``weight`` can't be packed; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def block(self, weight: Weight) -> tuple[int, ...]:
+        """The sizes of a block with one scale, in each of the weight's dimensions."""
+
+    def codes(self, weight: Weight) -> Part:
+        """The part under the weight's own name."""
+        ones = (1,) * len(weight.shape)
+        return Part(weight.shape, self.code_dtype, tuple(range(len(ones))), ones, ones)
+
+    def scales(self, weight: Weight) -> Part:
+        dims = self.codes(weight).dims
+        block = tuple(self.block(weight)[dim] for dim in dims)
+        shape = tuple(math.ceil(weight.shape[dim] / size) for dim, size in zip(dims, block, strict=True))
+        return Part(shape, self.scale_dtype, dims, block, block)
+
+    @abstractmethod
+    def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        """The codes of ``values``, one for each, and the scale of each block, both with the weight's dimensions.
+
+        ``values`` are float32 and finite: whole blocks of ``weight``, or all that there is at its end.
+        """
+
+    def arrange(self, codes: Tensor, scale: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        """Both parts as they are stored, of codes and scales as :meth:`quantize` gives them."""
+        return codes.view(self.code_dtype), scale
+
+    def pack(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        """Codes and scales of ``values``, of any float dtype, as they are stored.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
+        values = values.to(torch.float32)
+        if not torch.isfinite(values).all():
+            raise ValueError("a value that is no finite number")
+        return self.arrange(*self.quantize(values, weight), weight)
+
+    @abstractmethod
+    def unpack(
+        self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
+    ) -> Tensor:
+        """The whole weight, computed in float32 and rounded once to ``dtype``, by operations that XLA has.
+
+        ``apart`` keeps the compiler from fusing its argument with what reads it. Codes and results change their shapes
+        behind it: XLA would move the arithmetic past such a change, and then write float32 copies of both to memory.
+        """
+
+
+def in_blocks(values: Tensor, block: tuple[int, ...]) -> Tensor:
+    """``values``, padded with zeros to whole blocks, as [blocks of dimension 0, size of one, blocks of 1, …]."""
+    short = [-size % each for size, each in zip(values.shape, block, strict=True)]
+    if any(short):
+        values = torch.nn.functional.pad(values, [n for pad in reversed(short) for n in (0, pad)])
+    return values.reshape([n for size, each in zip(values.shape, block, strict=True) for n in (size // each, each)])
+
+
+def largest(values: Tensor, block: tuple[int, ...], zeros: float = 1.0) -> Tensor:
+    """The largest magnitude in each block; ``zeros`` where all are zeros."""
+    found = in_blocks(values, block).abs().amax(tuple(range(1, 2 * values.dim(), 2)))
+    return torch.where(found == 0, zeros, found)
+
+
+def spread(scale: Tensor, times: int, dim: int, size: int) -> Tensor:
+    """Each of ``scale`` this many times along ``dim``, of which the first ``size`` are kept."""
+    if times == 1:
+        return scale
+    dim %= scale.dim()
+    whole = scale.unsqueeze(dim + 1).expand(*scale.shape[: dim + 1], times, *scale.shape[dim + 1 :])
+    return whole.flatten(dim, dim + 1).narrow(dim, 0, size)
+
+
+# Codes are taken apart as float32 numbers, and compared with Python's integers: torch_xla makes powers and divisions of
+# shifts, and compares integers, or float32 with a Python float, in 64 bits. A TPU takes long for all of these.
+def split(number: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """``number`` // ``step`` and the rest, for whole numbers in float32 and a power of two."""
+    high = torch.floor(number * (1 / step))
+    return high, number - high * step
+
+
+def signed(number: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """Whether the bit ``sign``, the highest, is set in ``number``, a whole one in float32; and the rest."""
+    negative = number >= sign
+    return negative, torch.where(negative, number - sign, number)
+
+
+def chosen(number: Tensor, table: Sequence[float]) -> Tensor:
+    """``table[number]``, for whole numbers in float32 and a table of 2^n; a TPU's gather would take far longer."""
+    left: list[Any] = list(table)
+    while len(left) > 1:
+        half = len(left) // 2
+        upper, number = signed(number, half)
+        left = [torch.where(upper, high, low) for low, high in zip(left[:half], left[half:], strict=True)]
+    found: Tensor = left[0]
+    return found
+
+
+def divided(values: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
+    """``values`` over the scale of their block."""
+    for dim, each in enumerate(block):
+        scale = spread(scale, each, dim, values.shape[dim])
+    return values / scale

@@ -1,0 +1,181 @@
+"""vLLM reads every tensor of an export and every factor of an adapter, or it is said when they are saved.
+
+`vllm.json` is what vLLM's own loaders did with such exports and adapters (`record_vllm.py` made it, where vLLM is).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors import safe_open
+
+from shardwright.models.adapters.lora import Lora
+from shardwright.weights.serving_engines import engine_notes
+from tests.serving.models import ADAPTERS, FAMILIES, Small, save, written
+from tests.support.paths import ROOT
+
+_FILE = json.loads(Path(__file__).with_name("vllm.json").read_text())
+VERSION, RECORDED = _FILE["version"], _FILE["families"]
+PLACE = re.compile(r"\.(layers|experts)\.\d+\.")
+Shapes = dict[str, list[int]]
+
+
+def shapes_in(folder: Path) -> Shapes:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def matching(rules: dict[str, Any], name: str) -> list[tuple[str, re.Match[str]]]:
+    """The patterns among ``rules`` that ``name`` fits, with its layer and expert."""
+    found = []
+    for rule in rules:
+        words = re.escape(rule).replace(r"\*", r"(?P<layer>\d+)").replace(r"\#", r"(?P<expert>\d+)")
+        if match := re.fullmatch(words, name):
+            found.append((rule, match))
+    return found
+
+
+def unread(entry: dict[str, Any], shapes: Shapes) -> list[str]:
+    """The reasons why vLLM would not read all of an export with tensors of ``shapes``, or not fill all its model."""
+    wrong, filled, elements = [], defaultdict(list), defaultdict(int)
+    for name, shape in shapes.items():
+        rules = matching(entry["read"], name)
+        if len(rules) != 1:
+            wrong.append(f"{name} fits {len(rules)} rules")
+            continue
+        rule, found = entry["read"][rules[0][0]], rules[0][1].groupdict()
+        part, rows = list(entry["parameters"][rule["in"]]["shape"]), [rule["from"], rule["to"]]
+        if "expert" in found:  # of one expert; else of all that the parameter holds
+            part[:2] = 1, rows[1] - rows[0]
+        else:
+            part[0] = rows[1] - rows[0]
+        ours = [*shape[:-2], shape[-1], shape[-2]] if rule.get("way") == "transposed" else shape
+        place = rule["in"].replace("*", found.get("layer", ""))
+        if [size for size in part if size > 1] != [size for size in ours if size > 1]:
+            wrong.append(f"{name} is {shape}, and its part of {place} is {part}")
+        filled[place].append((found.get("expert"), *rows))
+        elements[place] += math.prod(shape)
+    for pattern, known in entry["parameters"].items():
+        for layer in known["layers"] or [""]:
+            place = pattern.replace("*", str(layer))
+            parts = filled[place]
+            if elements.pop(place, 0) != math.prod(known["shape"]) or len(set(parts)) < len(parts):
+                wrong.append(f"{place} {known['shape']} is filled by {parts}")
+    return wrong + [f"{place} is no parameter there" for place in elements]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shapes]:
+    """Family → names and shapes of its export."""
+    root = tmp_path_factory.mktemp("exports")
+    for family in FAMILIES:
+        Small(family).export(root / family)
+    return {family: shapes_in(root / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_an_export_is_read_and_together_they_fill_the_engine_s_model(exported, family):
+    assert unread(RECORDED[family], exported[family]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
+            r"layers.1.self_attn.qkv_proj.weight \[256, 64\] is",
+        ),
+        (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": [4, 192, 64]}), "fits 0 rules"),
+        (lambda t: t.update({"model.layers.0.self_attn.v_proj.weight": [32, 64]}), r"v_proj.weight is \[32, 64\], and"),
+        (lambda t: t.pop("model.layers.0.block_sparse_moe.experts.3.w2.weight"), "w2_weight .* is filled by"),
+        (lambda t: t.update({"model.layers.2.input_layernorm.weight": [64]}), "layers.2.input_layernorm.weight is no"),
+    ],
+    ids=["missing", "another name", "another shape", "an expert less", "a layer more"],
+)
+def test_what_the_engine_would_miss_or_not_know_is_found(exported, change, found):
+    shapes = dict(exported["mixtral"])
+    change(shapes)
+    assert re.search(found, "\n".join(unread(RECORDED["mixtral"], shapes)))
+
+
+def said_of(small: Small, kind: str, folder: Path) -> tuple[set[str], str]:
+    """The modules in the file of an adapter, as patterns, and what is said when it is saved."""
+    files, out = small.files(kind), io.StringIO()
+    save(folder, files, Console(file=out, width=500))
+    names = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in shapes_in(folder)}
+    return {PLACE.sub(lambda m: f".{m[1]}.{'*' if m[1] == 'layers' else '#'}.", name) for name in names}, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(f, k) for f, e in RECORDED.items() for k in e["adapters"] if k in ADAPTERS]
+)
+def test_every_factor_of_an_adapter_is_read_or_it_is_said_that_it_is_not(tmp_path, family, kind):
+    recorded = RECORDED[family]["adapters"][kind]
+    names, said = said_of(Small(family), kind, tmp_path)
+    said = [line for line in said.splitlines() if "vLLM" in line]
+    if "refused" in recorded:
+        assert len(said) == 1
+        assert "vLLM 0.33.0 refuses" in said[0]
+    else:
+        assert names == {*recorded["read"], *recorded["dropped"]}
+        assert bool(said) == bool(recorded["dropped"])
+        assert not said or "vLLM 0.33.0 drops without a word" in said[0]
+
+
+def test_the_table_that_is_spoken_from_is_what_was_recorded():
+    table = json.loads((ROOT / "trainer/weights/serving_engines.json").read_text())["vLLM"]
+    found: dict[str, Any] = {}
+    for entry in RECORDED.values():
+        adapters = entry["adapters"]
+        one = found.setdefault(entry["source"].rpartition(" ")[2], {})
+        if "lm_head" in adapters:
+            one["head"] = "read" in adapters["lm_head"]
+        if "peft, mixed" in adapters:  # it has factors of fused experts
+            bad = [a for kind, a in adapters.items() if kind in ("peft", "per_expert") and a.get("dropped", True)]
+            one["experts"] = [
+                k for k in ("peft", "per_expert") if k in adapters and not adapters[k].get("dropped", True)
+            ]
+            if bad:
+                one["otherwise"] = "refuses" if "refused" in bad[0] else "drops without a word"
+    assert table["architectures"] == {name: one for name, one in sorted(found.items()) if one}
+    assert table["version"] == VERSION
+
+
+def test_half_of_an_expert_and_rank_stabilised_factors_are_spoken_of(tmp_path):
+    files = Small("qwen3_moe").files("per_expert")
+    down = tuple(name for name in files.lora.targets if "down_proj" in name)
+    whole = {"model": files.model, "whole": files.whole, "per_expert": True}
+    notes = list(engine_notes(Lora(16, 32.0, True, down), **whole))
+    assert len(notes) == 2
+    assert "refuses experts' factors where one of an expert's weights has none" in notes[0]
+    assert "SGLang 0.5.23 passes over use_rslora: it adds 4 times too little" in notes[1]
+    assert list(engine_notes(files.lora, **whole)) == []
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is to name a Python that has vLLM")
+def test_vllm_itself_does_what_was_recorded_and_gives_transformers_logits(tmp_path):
+    families = ("llama", "mixtral")
+    for _ in written(tmp_path, families):
+        pass
+
+    def run(script: str) -> str:
+        words = [os.environ["VLLM_PYTHON"], str(ROOT / "tests/serving" / script), str(tmp_path), *families]
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=900).stdout
+
+    assert json.loads(run("record_vllm.py"))["families"] == {family: RECORDED[family] for family in families}
+    differences = [float(line.split()[-1]) for line in run("logits_vllm.py").splitlines()]
+    assert len(differences) == 2
+    assert max(differences) < 1e-5

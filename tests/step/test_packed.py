@@ -1,0 +1,164 @@
+"""A frozen model in fewer bits: its numbers are those of the plain model with the rounded weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.models.adapters.lora import base_of
+from shardwright.models.adapters.packings import PACKINGS, SCALE
+from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.weights.packed_source import SCALES, VALUES, packed_source
+from shardwright.weights.weight_sources import state_dict_weights
+from tests.step.test_adapters import check_gradients
+from tests.support.adapters import make_adapted
+from tests.support.cases import small_config
+from tests.support.jobs import job_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
+# the inputs that a device has of each weight are whole groups of 4-bit codes
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
+WHOLE = slice(None)
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "recipe", "changes", "compute"),
+    [
+        ("int8", "mixtral_ep", {}, {"experts": "capacity"}),  # experts whose weights are gathered as codes
+        ("fp8", "gpt_oss_ep", {}, {"scan": False}),  # weights stored the other way round, and biases
+        ("fp8_rows", "mixtral_ep", {}, {"experts": "capacity", "scan": False}),
+        ("mxfp4", "llama_tp", WIDE, {}),
+        ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64}, {}),
+        ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_pefts_on_the_rounded_model(base_dtype, recipe, changes, compute):
+    adapted = make_adapted(recipe, options={"base_dtype": base_dtype}, changes=changes, **compute)
+    check_gradients(adapted)
+    assert any(values.dtype == PACKINGS[base_dtype].code_dtype for values in adapted.case.parameters().values())
+    layers = [module for module in adapted.case.model.modules() if isinstance(module, DecoderLayers)]
+    for run in (run for each in layers for run in each.runs):
+        for traced in (traced for turn in run.graphs.values() for traced in turn):
+            # the backward unpacks again: of a layer only its inputs are kept, the codes among them
+            assert traced.stage.graph.saved == len(traced.stage.graph.aliases) > 0
+
+
+def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat16():
+    job = job_of("mixtral_ep", lora_r=4, base_dtype="int8")
+    found = {entry.name: entry for entry in job.stored.parameters}
+    integers = {name for name, entry in found.items() if entry.dtype == torch.int8}
+    scales = {name for name in found if name.endswith(SCALE)}
+    assert {name + SCALE for name in integers} == scales
+    assert {name.rpartition(".*.")[2] for name in integers} == {
+        *(f"self_attn.{p}_proj.weight" for p in "qkvo"),
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    }
+    others = [e for n, e in found.items() if n not in integers | scales and base_of(n) is None]
+    assert {entry.dtype for entry in others} == {torch.bfloat16}
+    assert not any(found[name].trained for name in integers | scales)
+    down = found["model.layers.*.mlp.experts.down_proj"]
+    assert down.bytes_per_device == torch.tensor(down.local_shape).prod().item()
+    assert found[down.name + SCALE].shape == (*down.shape[:-1], 1)
+    assert 2 not in {
+        s.dim - 1 for s in found[down.name + SCALE].layout.values()
+    }  # the last dimension has no more parts
+
+
+@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("mxfp4", 4.25), ("nf4", 4.5)])
+def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
+    config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=64)
+    plan = job_of("gpt_oss_ep", config, lora_r=4, base_dtype=base_dtype).plan
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    codes, scale = plan[name], plan[name + SCALE]
+    weight = codes.packed.used
+    assert 8 * (codes.bytes_per_device + scale.bytes_per_device) / torch.tensor(weight.local_shape).prod() <= bits
+    assert codes.layout == weight.layout  # the line's: experts, and the outputs
+    assert scale.layout == weight.layout
+
+
+def test_a_mesh_that_cuts_through_packed_inputs_is_refused_and_told_what_to_write():
+    with pytest.raises(
+        UserError, match=r"(?s)o_proj.weight in MXFP4.*64 numbers, 16 a device.*32 of them.*divide 2.*int8"
+    ):
+        job_of("llama_tp", small_config(load_recipe("llama_tp")), lora_r=4, base_dtype="mxfp4")
+
+
+def test_same_is_the_checkpoints_own_packing_of_its_own_weights(tmp_path: Path):
+    config = job_of("gpt_oss_ep").config.to_dict()
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}  # openai/gpt-oss-20b's
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = job_of("gpt_oss_ep", AutoConfig.from_pretrained(tmp_path), lora_r=4, base_dtype="same")
+    packed = {entry.name for entry in job.plan.parameters if entry.packed is not None}
+    assert {name.rpartition(".")[2] for name in packed} == {"gate_up_proj", "down_proj"}
+    assert {job.plan[name].packed.packing for name in packed} == {PACKINGS["mxfp4"]}
+    with pytest.raises(UserError, match="a checkpoint that is plain"):
+        job_of("gpt_oss_ep", lora_r=4, base_dtype="same")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_a_weight_that_is_no_finite_number_is_refused_by_name(value):
+    plan = job_of("llama_fsdp", lora_r=4, base_dtype="int8").stored
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = torch.ones(128, 64)
+    weight[3, 5] = value
+    with pytest.raises(UserError, match=f"{name} in int8"):
+        _ = packed_source(state_dict_weights({name: weight}), plan)(name)[slice(0, 128), slice(0, 64)]
+
+
+class Counted:
+    """An array of ones that counts how often it is read."""
+
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.reads = shape, 0
+
+    def __getitem__(self, where):
+        self.reads += 1
+        return torch.ones(1).expand(self.shape)[where]
+
+
+def test_each_row_is_read_once_whatever_devices_hold_of_it():
+    name, plan = "model.layers.0.mlp.experts.down_proj", job_of("mixtral_ep", lora_r=4, base_dtype="int8").stored
+    (how,) = (e.packed for e in plan.parameters if e.packed and name in plan.members(e.name))
+    experts, rows, columns = how.weight.shape
+    array = Counted(how.weight.shape)
+    source = packed_source(lambda _: array, plan)
+    for half in (slice(0, columns // 2), slice(columns // 2, columns)):
+        for expert in range(experts):
+            codes = source(name)[slice(expert, expert + 1), WHOLE, half]
+            assert torch.equal(codes, torch.full((1, rows, columns // 2), 127, dtype=torch.int8))
+    for expert in range(experts):
+        scale = source(name + SCALE)[slice(expert, expert + 1), WHOLE, slice(0, 1)]
+        assert torch.allclose(scale, torch.full((1, rows, 1), 1 / 127))
+    assert array.reads == experts
+
+
+def test_what_is_published_in_the_packing_is_kept_bit_for_bit():
+    name = "model.layers.0.mlp.experts.down_proj"
+    plan = job_of("mixtral_ep", lora_r=4, base_dtype="fp8").stored
+    (how,) = (e.packed for e in plan.parameters if e.packed and name in plan.members(e.name))
+    made, blocks = torch.Generator().manual_seed(0), PACKINGS["fp8"].scales(how.weight).shape
+    codes = torch.randn(how.weight.shape, generator=made).to(torch.float8_e4m3fn)
+    scale = torch.rand(blocks, generator=made) + 0.5
+
+    class PublishedFp8:
+        def __call__(self, name):
+            raise AssertionError("it is not read as a plain weight")
+
+        def packed(self, asked, packing):
+            return {VALUES: codes, SCALES: scale} if (asked, packing) == (name, "fp8") else None
+
+    source = packed_source(PublishedFp8(), plan)
+    half = slice(0, how.weight.shape[0] // 2)
+    assert torch.equal(source(name)[half, WHOLE, WHOLE], codes[half].view(torch.uint8))
+    assert torch.equal(source(name + SCALE)[half, WHOLE, WHOLE], scale[half])

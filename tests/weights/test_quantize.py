@@ -1,0 +1,431 @@
+"""Exports that are quantized again: what a loader makes of them is what was written, and what was not trained stays."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+
+import compressed_tensors
+import pytest
+import torch
+from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from packaging.version import Version
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    TrainerState,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize  # semi-private, transformers 5.23
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-private, transformers 5.23
+
+from shardwright.checkpoint.write import CheckpointWriter, run_texts
+from shardwright.errors import UserError
+from shardwright.files.arrays import whole
+from shardwright.files.folder import Folder
+from shardwright.hosts.output_streams import exit_code
+from shardwright.layout.mesh import Mesh
+from shardwright.model.meta_model import meta_model
+from shardwright.scripts import export as export_script
+from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.weights import hub_read
+from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed
+from shardwright.weights.formats.published import plain
+from shardwright.weights.hub_write import ExportFormat, export
+from shardwright.weights.quantize import SCHEMES
+from shardwright.weights.weight_sources import seeded_init
+from shardwright.xla import sharding
+from shardwright.xla.device_mesh import build_mesh
+from tests.support import quantized
+from tests.support.checkpoints import host
+from tests.support.fuzz import checkpoints
+from tests.support.hub_models import config_of, same, save_theirs, tensors_in
+
+INT4 = SCHEMES["int4"][0].settings([])
+TOKENS = torch.arange(24).reshape(2, 12)
+# transformers' own way to a plain model
+LOADERS = {
+    "fp8": FineGrainedFP8Config(dequantize=True),
+    "mxfp4": Mxfp4Config(dequantize=True),
+    "compressed-tensors": CompressedTensorsConfig(dequantize=True),
+}
+
+
+def opened(folder):
+    return hub_read.open_hub_weights(str(folder), meta_model(AutoConfig.from_pretrained(folder)))
+
+
+def exported(folder, base, **how) -> str:
+    """Writes the weights of ``base``, or of ``source``, into ``folder``; returns what the terminal shows."""
+    shown, source = io.StringIO(), how.pop("source", base)
+    model = meta_model(AutoConfig.from_pretrained(base.asked))
+    export(folder, model, source, form=ExportFormat(**how), console=Console(file=shown, width=200), base=base)
+    return shown.getvalue()
+
+
+def plain_model(folder, **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_pretrained(folder, **how)
+
+
+# ---- one weight ----
+
+SHAPES = [(256, 384), (300, 200), (576, 130), (1, 129), (7, 5)]
+SCALES = [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8]
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_blocks_hold_every_weight_to_half_a_step_of_its_code(shape, scale_dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.logspace(-4, 2, shape[0]).unsqueeze(1)
+    weight[:1, :128] = 0
+    grid = tuple(-(-size // 128) for size in shape)
+    like = {
+        ".weight": torch.empty(0, dtype=torch.float8_e4m3fn),
+        ".weight_scale_inv": torch.empty(0, dtype=scale_dtype),
+    }
+    parts = fp8_blocks(".weight_scale_inv", weight, {"weight_block_size": [128, 128]}, like)
+    scales = parts[".weight_scale_inv"]
+    assert (scales.dtype, tuple(scales.shape)) == (scale_dtype, grid)
+    rows, columns = (torch.arange(size) // 128 for size in shape)
+    exact = scales if scale_dtype != torch.uint8 else scales.view(torch.float8_e8m0fnu)
+    spread = exact.float()[rows][:, columns]
+    values = parts[".weight"].float() * spread
+    # half a step: 2^-4 of the value, or 2^-10 where the code has no leading one
+    assert ((values - weight).abs() <= torch.maximum(weight.abs() * 2**-4, spread * 2**-10) * 1.01).all()
+    tensors = {f"a{tail}": part for tail, part in parts.items()}
+    read = whole(plain(tensors, {"weight_block_size": [128, 128]}).tensors["a.weight"])
+    assert torch.equal(read, values.to(torch.bfloat16))
+    if shape[0] % 128 == shape[1] % 128 == 0:
+        assert torch.equal(read, Fp8Dequantize(None)._dequantize_one(parts[".weight"], scales, torch.bfloat16))
+
+
+def test_fp8_blocks_are_those_that_transformers_makes():
+    torch.manual_seed(0)
+    weight = torch.randn(256, 384)
+    for scale_fmt in ("float", "ue8m0"):
+        config = FineGrainedFP8Config(weight_block_size=(128, 128), scale_fmt=scale_fmt)
+        quantizer = type("Quantizer", (), {"quantization_config": config})
+        theirs = Fp8Quantize(quantizer)._quantize_one("a.weight", weight)
+        ours = fp8_blocks(".weight_scale_inv", weight, {"scale_fmt": scale_fmt}, {})
+        scales = theirs["a.weight_scale_inv"].float()
+        assert torch.allclose(ours[".weight_scale_inv"], scales, rtol=1e-6)
+        differ = ours[".weight"].float() != theirs["a.weight"].float()
+        assert differ.float().mean() < 1e-3  # theirs multiplies by the rounded inverse of the scale
+
+
+@pytest.mark.parametrize(("experts", "inputs", "outputs"), [(3, 96, 40), (1, 32, 1), (2, 64, 33)])
+def test_mxfp4_experts_have_the_nearest_codes_and_are_read_as_transformers_reads_them(experts, inputs, outputs):
+    torch.manual_seed(0)
+    weight = (torch.randn(experts, inputs, outputs) * torch.logspace(-3, 2, outputs)).to(torch.bfloat16)
+    weight[0, :32, 0] = 0
+    parts = mxfp4_experts(weight, {}, {})
+    theirs = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"])
+    read = whole(plain({f"a.up{tail}": part for tail, part in parts.items()}, {}).tensors["a.up"])
+    assert torch.equal(read, theirs)
+    scales = (parts["_scales"].float() - 127).exp2().repeat_interleave(32, -1).transpose(1, 2)
+    grid = torch.cat([quantized.FP4, -quantized.FP4])
+    distances = (weight.float().unsqueeze(-1) - scales.unsqueeze(-1) * grid).abs().amin(-1)
+    assert torch.equal((weight.float() - read.float()).abs(), distances)
+    largest = weight.float().abs().unflatten(1, (-1, 32)).amax(2)
+    per_group = (parts["_scales"].float() - 127).exp2().transpose(1, 2)
+    some = largest > 0
+    assert (largest[some] <= 6 * per_group[some]).all()  # nothing is clipped
+    assert (largest[some] > 3 * per_group[some]).all()
+    again = mxfp4_experts(read, {}, {})
+    assert torch.equal(convert_moe_packed_tensors(again["_blocks"], again["_scales"]), read)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 96), (7, 32)])
+def test_mxfp4_bytes_of_one_weight_are_unpacked_by_compressed_tensors_to_what_is_read(rows, columns):
+    torch.manual_seed(0)
+    weight = (torch.randn(rows, columns) * torch.logspace(-3, 2, rows).unsqueeze(1)).to(torch.bfloat16)
+    parts = mxfp4_packed(weight, {}, {})
+    codes = unpack_fp4_from_uint8(parts[".weight_packed"], rows, columns, torch.float32)
+    factors = decompress_mx_scale(parts[".weight_scale"]).float().repeat_interleave(32, 1)
+    read = whole(plain({f"a{tail}": part for tail, part in parts.items()}, {}).tensors["a.weight"])
+    assert torch.equal(read, (codes * factors).to(torch.bfloat16))
+    experts = {f"a{tail}": part for tail, part in mxfp4_experts(weight.T.unsqueeze(0), {}, {}).items()}
+    assert torch.equal(whole(plain(experts, {}).tensors["a"])[0].T, read)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("rows", [64, 7])
+def test_int4_words_are_those_that_compressed_tensors_packs_with_these_scales(rows, group):
+    torch.manual_seed(0)
+    weight = (torch.randn(rows, 384) * torch.logspace(-3, 2, rows).unsqueeze(1)).to(torch.bfloat16)
+    weight[0, :group] = 0
+    settings = json.loads(json.dumps(INT4))
+    settings["config_groups"]["group_0"]["weights"]["group_size"] = group
+    parts = int4_packed(weight, settings, {})
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = {name.removeprefix("."): part for name, part in parts.items()}
+    theirs = PackedQuantizationCompressor.compress(
+        {"weight": weight.float(), "weight_scale": state["weight_scale"].float()}, scheme
+    )
+    assert torch.equal(parts[".weight_packed"], theirs["weight_packed"])
+    assert torch.equal(parts[".weight_shape"], theirs["weight_shape"])
+    read = whole(plain({f"a{tail}": part for tail, part in parts.items()}, settings).tensors["a.weight"])
+    assert torch.equal(read, PackedQuantizationCompressor.decompress(state, scheme)["weight"])
+    error = (read.float() - weight.float()).abs()
+    assert (
+        error <= parts[".weight_scale"].float().repeat_interleave(group, 1) * 0.55
+    ).all()  # half a step, and what bfloat16 rounds
+
+
+# ---- a folder ----
+
+WIDE = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 300, "head_dim": 32}
+DECOMPRESSES_MXFP4 = pytest.mark.skipif(
+    Version(compressed_tensors.__version__) < Version("0.20"), reason="this compressed-tensors packs MXFP4 alone"
+)
+SLOW = {"deepseek_v3", "qwen3_5_moe_text"}  # to load
+FOLDERS = [
+    ("llama", "fp8", WIDE),
+    ("mixtral", "fp8", {"num_hidden_layers": 2}),
+    ("deepseek_v3", "fp8", {}),
+    ("qwen3_5_moe_text", "fp8", {}),
+    ("gpt_oss", "mxfp4", {}),
+    pytest.param("qwen3_moe", "mxfp4", {"num_hidden_layers": 2}, marks=DECOMPRESSES_MXFP4),
+    ("llama", "int4", {"num_hidden_layers": 2}),
+    ("qwen3_moe", "int4", {"num_hidden_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "format", "changes"), FOLDERS)
+def test_transformers_own_loader_computes_the_logits_of_what_was_written(tmp_path, family, format, changes):
+    config = config_of(family, **changes) if family in ("llama", "mixtral", "qwen3_moe") else tiny_config(family)
+    save_theirs(tmp_path / "base", config)
+    shown = exported(tmp_path / "out", opened(tmp_path / "base"), format=format)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    again = opened(tmp_path / "out")
+    packed = again.published.packed
+    assert f"quantized: {len(packed):,} weights" in shown
+    assert not [name for name in packed if any(part in name for part in ("norm", "router", "embed", "lm_head"))]
+    theirs = plain_model(tmp_path / "out", quantization_config=LOADERS[written["quantization_config"]["quant_method"]])
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(whole(again(name)).to(parameter.dtype), parameter), name
+    exported(tmp_path / "plain", again, format="bf16")
+    expected = plain_model(tmp_path / "plain").eval()(TOKENS).logits
+    assert torch.equal(theirs.eval()(TOKENS).logits, expected)
+    if family not in SLOW:  # without being told to, transformers keeps INT4 packed, and the others not on a CPU
+        assert torch.equal(plain_model(tmp_path / "out").eval()(TOKENS).logits, expected)
+
+
+def test_the_console_tells_the_error_of_each_kind_of_module_and_what_no_loader_would_read(tmp_path):
+    save_theirs(tmp_path / "base", config_of("llama", **WIDE))
+    shown = exported(tmp_path / "out", opened(tmp_path / "base"), format="fp8")
+    lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.startswith("self_attn.")}
+    assert lines.keys() == {f"self_attn.{name}_proj" for name in "qkvo"}
+    before, after = opened(tmp_path / "base"), opened(tmp_path / "out")
+    errors = []
+    for layer in range(2):
+        weight, read = (
+            whole(each(f"model.layers.{layer}.self_attn.q_proj.weight")).float() for each in (before, after)
+        )
+        weight = weight.to(torch.bfloat16).float()
+        errors.append(float((read - weight).norm() / weight.norm()))
+    assert lines["self_attn.q_proj"] == ["2", f"{sum(errors) / 2:.2%}", f"{max(errors):.2%}"]
+    assert "6 linear weights stay bfloat16" in shown  # 300 rows: transformers would take 3 blocks of 100
+    ignored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj"} <= set(ignored)
+
+
+# ---- as the base ----
+
+SAME = {
+    "fp8": ("llama", WIDE, {quantized.PROJECTIONS.pattern: quantized.fp8_blocks(dtype=torch.bfloat16)}),
+    "fp8, some": ("mixtral", {}, {r"experts\..*weight$": quantized.fp8_blocks()}),
+    "mxfp4": ("gpt_oss", {}, {r"experts\.\w+_proj$": quantized.gpt_oss}),
+    "int4": ("qwen3_moe", {"num_hidden_layers": 2}, {r"experts\..*weight$": quantized.int4}),
+}
+SETTINGS = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    "int4": {**INT4, "ignore": ["lm_head", "re:.*self_attn.*"]},
+}
+
+
+def write_base(folder, case):
+    family, changes, schemes = SAME[case]
+    config = config_of(family, **changes) if family in ("llama", "mixtral", "qwen3_moe") else tiny_config(family)
+    save_theirs(folder, config)
+    quantized.quantize(folder, schemes, SETTINGS[case.partition(",")[0]])
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_format_of_the_base_is_written_again_and_what_was_not_trained_is_its_bit_for_bit(tmp_path, case):
+    write_base(tmp_path / "base", case)
+    base = opened(tmp_path / "base")
+    there, name = tensors_in(tmp_path / "base"), next(iter(base.published.packed))
+    shown = exported(tmp_path / "out", base, format="same")
+    assert same(tensors_in(tmp_path / "out"), there)
+    assert f"{len(base.published.packed):,} of them were not trained" in shown
+    settings = [json.loads((tmp_path / side / "config.json").read_text()) for side in ("base", "out")]
+    assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
+    own = next(own for own, group in base.group_of.items() if name in [tensor for _, tensor in group.members])
+
+    def trained(asked):
+        values = whole(base(asked)).to(torch.float32)
+        return values * 1.5 + 0.01 if asked == own else values
+
+    exported(tmp_path / "trained", base, format="same" if case == "mxfp4" else case.partition(",")[0], source=trained)
+    found = tensors_in(tmp_path / "trained")
+    assert {each: (t.shape, t.dtype) for each, t in found.items()} == {e: (t.shape, t.dtype) for e, t in there.items()}
+    changed = {each for each in found if bytes_of(found[each]) != bytes_of(there[each])}
+    members = {tensor for _, tensor in base.group_of[own].members}
+    parts = {
+        weight.stem + tail for each, weight in base.published.packed.items() if each in members for tail in weight.parts
+    }
+    assert changed == {part for part in parts if not part.endswith("_shape")}
+    after = whole(opened(tmp_path / "trained")(own)).float()
+    assert (after - trained(own)).norm() < 0.2 * trained(own).norm()
+
+
+def bytes_of(values):
+    return values.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_layers_that_are_not_trained_are_carried_in_their_codes_or_dequantized(tmp_path):
+    write_base(tmp_path / "base", "fp8, some")
+    tensors, _ = quantized.fp8((200, 130), (2, 2), ".weight_scale_inv")
+    extra = {f"mtp.proj{tail}": part for tail, part in tensors.items()}
+    file = tmp_path / "base/model.safetensors"
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    base = opened(tmp_path / "base")
+    exported(tmp_path / "same", base, format="same")
+    assert same(tensors_in(tmp_path / "same"), tensors_in(tmp_path / "base"))
+    exported(tmp_path / "plain", base)
+    assert torch.equal(tensors_in(tmp_path / "plain")["mtp.proj.weight"], whole(base.untrained["mtp.proj.weight"]))
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+
+
+def test_experts_that_the_base_holds_in_one_tensor_stay_in_it(tmp_path):
+    save_theirs(tmp_path / "base", config_of("qwen3_moe"), save_original_format=False)
+    exported(tmp_path / "out", opened(tmp_path / "base"))
+    assert same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "base"))
+
+
+# ---- refused before a file is written ----
+
+
+def base_of(family, **changes):
+    def write(folder):
+        config = config_of(family, **changes) if family in ("llama", "qwen3_moe") else tiny_config(family)
+        save_theirs(folder, config)
+
+    return write
+
+
+def nf4_base(folder):
+    save_theirs(folder, config_of("llama"))
+    quantized.quantize(folder, {r"mlp": quantized.nf4}, {"quant_method": "bitsandbytes"})
+
+
+def measured_base(folder):
+    write_base(folder, "fp8")
+    file = folder / "model.safetensors"
+    scale = {"model.layers.0.self_attn.q_proj.input_scale": torch.ones(())}
+    save_file(load_file(file) | scale, file, metadata={"format": "pt"})
+
+
+def uneven_base(folder):
+    write_base(folder, "int4")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def not_a_number(folder):
+    save_theirs(folder, config_of("llama"))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+REFUSED = {
+    "mxfp4 of 48 columns": (
+        base_of("llama", intermediate_size=48),
+        "mxfp4",
+        r"down_proj\.weight: its shape is \[64, 48\]",
+    ),
+    "mxfp4 of experts that no loader reads in it": (base_of("llama4_text"), "mxfp4", "the hub holds in one tensor"),
+    "fp8 of fused experts": (
+        base_of("gpt_oss"),
+        "fp8",
+        r"the hub holds in one tensor[\s\S]*--format mxfp4",
+    ),
+    "int4 of 48 columns": (
+        base_of("llama", intermediate_size=48),
+        "int4",
+        r"down_proj\.weight: its shape is \[64, 48\], where \[rows, columns in groups of 32\]",
+    ),
+    "same of NF4": (nf4_base, "same", "a base in bitsandbytes"),
+    "same with scales of activations": (measured_base, "same", r"measured on its activations: .*q_proj\.input_scale"),
+    "same with zeros": (uneven_base, "same", "symmetric is False in the config, where True is written"),
+    "a weight that is infinite": (
+        not_a_number,
+        "fp8",
+        r"1\.mlp\.up_proj\.weight with values that are infinite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "format", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_no_loader_would_read_is_refused_and_no_weights_are_written(tmp_path, write, format, message):
+    write(tmp_path / "base")
+    with pytest.raises(UserError, match=message):
+        exported(tmp_path / "out", opened(tmp_path / "base"), format=format)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_formats_that_are_none_and_names_of_memory_are_refused():
+    with pytest.raises(UserError, match="format 'float8'"):
+        ExportFormat(format="float8")
+    with pytest.raises(UserError, match="--format fp8 --key_format new"):
+        ExportFormat("new", format="fp8")
+
+
+# ---- the command ----
+
+
+def test_the_script_writes_the_dtype_of_the_base_and_what_is_asked_for(tmp_path, monkeypatch, capsys):
+    config, mesh = config_of("llama", num_hidden_layers=1), build_mesh(Mesh(fsdp=8))
+    save_theirs(tmp_path / "base", config)
+    config.dtype = torch.bfloat16
+    init = seeded_init(meta_model(config), 0)
+    values = {name: whole(init(name)) for name in meta_model(config).state_dict()}
+    state = {name: sharding.place(name, each, mesh, (None,) * each.dim()) for name, each in values.items()}
+    texts = {"training_args.json": {"max_steps": 9, "model": str(tmp_path / "base")}, "recipe.json": {"name": "r"}}
+    saves = CheckpointWriter(Folder(tmp_path / "run"), run_texts(texts, config, checkpoints.tokenizer()))
+    saves.save(state, host(1), TrainerState(global_step=1))
+    saves.wait()
+    asked = {None: torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32, "same": torch.float32, "fp8": None}
+    for name, dtype in asked.items():
+        command = [
+            "export.py",
+            "--checkpoint",
+            str(tmp_path / "run/checkpoint-1"),
+            "--output",
+            str(tmp_path / f"{name}"),
+        ]
+        monkeypatch.setattr("sys.argv", command + (["--format", name] if name else []))
+        assert exit_code(export_script.main) == 0
+        written = tensors_in(tmp_path / f"{name}")
+        if dtype is not None:
+            assert all(torch.equal(written[each], value.to(dtype)) for each, value in values.items())
+    assert written["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert "mlp.up_proj" in capsys.readouterr().out

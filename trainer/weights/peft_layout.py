@@ -1,0 +1,85 @@
+"""The layout of an adapter's files in PEFT's format: names and shapes.
+
+PEFT (0.21.2, tuners/lora/layer.py) keeps the factors of a fused experts' weight as two matrices: A is [E·r, in], expert
+after expert, and B is [out, r·E], in which the experts of one rank stand side by side. Its names leave out the
+parameter: each adapted parameter of a module wraps the module once more, the last one outermost.
+
+r: rank, E: experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# semi-private: transformers/core_model_loading.py, transformers 5.23
+from transformers.core_model_loading import revert_weight_conversion
+
+from shardwright.files.arrays import Array, LazyArray
+from shardwright.model.adapted_weights import adapted_shapes
+from shardwright.models.adapters.lora import A, B, Lora, M, factor_shape
+from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.weight_sources import Source
+
+PREFIX = "base_model.model."
+TAILS = {A: ".lora_A.weight", B: ".lora_B.weight", M: ".lora_magnitude_vector"}
+
+
+def peft_keys(lora: Lora, model: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
+    """Name of a factor, or of a parameter trained whole → its name in PEFT's file; arguments as `AdapterFiles`."""
+    keys, order = {}, {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    for target in lora.targets:
+        owner = names.get(target, target).rpartition(".")[0]
+        mine = [t for t in lora.targets if t.rpartition(".")[0] == target.rpartition(".")[0]]
+        outside = sum(order[other] > order[target] for other in mine)
+        for suffix in lora.suffixes:
+            if suffix in TAILS:  # A0 and B0 are no part of PEFT's files
+                keys[target + suffix] = PREFIX + owner + ".base_layer" * outside + TAILS[suffix]
+    return keys | {name: PREFIX + names.get(name, name) for name in lora.whole}
+
+
+def unstarted(factors: Source, lora: Lora) -> Source:
+    """``factors`` with what they began as, A0 and B0, as more ranks of A and B; see `Lora.unstarted`."""
+    if not lora.start:
+        return factors
+
+    def source(name: str) -> Array:
+        if not name.endswith((A, B)):
+            return factors(name)
+        now, first = (Lazy.of(factors(key)) for key in (name, f"{name}0"))
+        lazy = torch.cat([now, first], dim=0) if name.endswith(A) else torch.cat([now, -first], dim=1)  # type: ignore
+        return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
+
+    return source
+
+
+def as_peft(name: str, factor: Any) -> Any:
+    """The factor ``name``, a tensor or a lazy one, as PEFT's matrix; a parameter trained whole is left as it is."""
+    if len(factor.shape) < 3 or not name.endswith((A, B)):
+        return factor
+    if name.endswith(A):
+        return factor.flatten(0, 1)
+    return factor.permute(1, 2, 0).flatten(1, 2)
+
+
+def from_peft(name: str, matrix: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of :func:`as_peft`, for a factor of ``shape``."""
+    if len(shape) < 3 or not name.endswith((A, B)):
+        return matrix
+    if name.endswith(A):
+        return matrix.unflatten(0, (shape[0], shape[1]))
+    return matrix.unflatten(1, (shape[2], shape[0])).permute(2, 0, 1)
+
+
+def factor_shapes(lora: Lora, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Name of a factor, or of a parameter trained whole → its shape."""
+    shapes = adapted_shapes(model)
+    found = {t + s: factor_shape(s, lora.rank(t), shapes[t]) for t in lora.targets for s in lora.suffixes}
+    return found | {name: tuple(model.get_parameter(name).shape) for name in lora.whole}
+
+
+def hub_parts(whole: PreTrainedModel, name: str, tensor: Any) -> dict[str, Any]:
+    """The hub's name → its part of ``tensor``, a stand-in for the weight ``name`` of ``whole``; may raise anything."""
+    return dict(revert_weight_conversion(whole, {name: tensor}))
