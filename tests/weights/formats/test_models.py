@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -116,8 +117,6 @@ def test_every_parameter_on_the_devices_is_that_of_transformers_own_load(
 
 
 def plain_model(folder, config, expected):
-    from safetensors.torch import save_file
-
     plain = folder / "plain"
     config.save_pretrained(plain)
     save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
