@@ -471,5 +471,5 @@ def test_the_script_writes_the_dtype_of_the_base_or_what_is_asked_for(tmp_path, 
     command = ["export.py", "--checkpoint", str(tmp_path / "run/checkpoint-1"), "--format", "same"]
     monkeypatch.setattr("sys.argv", [*command, "--output", str(tmp_path / "gone")])
     assert exit_code(export_script.main) == 2
-    assert "a quantized base that is gone" in capsys.readouterr().err
+    assert "a base that is quantized, and that is gone" in capsys.readouterr().err
     assert not list((tmp_path / "gone").glob("*"))
