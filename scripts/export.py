@@ -4,6 +4,7 @@ python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-100 --output 
 python scripts/export.py --checkpoint runs/lora/checkpoint-100 --output my-model --merge   # else the adapter alone
 """
 
+import copy
 import os
 import sys
 
@@ -101,7 +102,8 @@ def main() -> None:
             own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
             if lora is None and (form.format is None or (form.format == "same" and hub is None)):
                 own = in_dtype(own, base_dtype(config), kept_in_float32(whole))
-            export(folder, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console, hub)
+            source, plain = part_and_rest(own, rest, names), copy.deepcopy(whole)  # whose config is written to
+            export(folder, plain, source, saved.tokenizer, form, console, hub)
     say(console, f"written to {output}")
 
 

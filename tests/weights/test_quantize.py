@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shutil
 import warnings
+from pathlib import Path
 
 import compressed_tensors
 import pytest
@@ -33,14 +36,16 @@ from shardwright.files.arrays import whole
 from shardwright.files.folder import Folder
 from shardwright.hosts.output_streams import exit_code
 from shardwright.layout.mesh import Mesh
+from shardwright.layout.plan_checks import collapse
+from shardwright.model.meta_model import config_of as config_of_values
 from shardwright.model.meta_model import meta_model
 from shardwright.scripts import export as export_script
 from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.weights import hub_read
 from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed
 from shardwright.weights.formats.published import plain
-from shardwright.weights.hub_write import ExportFormat, export
-from shardwright.weights.quantize import SCHEMES
+from shardwright.weights.hub_write import ExportFormat, export, hub_tensors
+from shardwright.weights.quantize import SCHEMES, quantize
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import build_mesh
@@ -243,6 +248,25 @@ def test_the_console_tells_the_error_of_each_kind_of_module_and_what_no_loader_w
     assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj"} <= set(ignored)
 
 
+# of real repositories: a config of one layer without what it says of quantization, and the names of a layer's tensors
+NAMES = Path(__file__).parents[1] / "real/quantized_names.jsonl"
+REAL = [json.loads(line) for line in NAMES.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("real", REAL, ids=[real["name"] for real in REAL])
+def test_a_plain_model_s_tensors_are_then_those_that_the_family_publishes_quantized(real):
+    model = meta_model(config_of_values(real["config"]))
+    tensors, _ = hub_tensors(model, model.state_dict().__getitem__, ExportFormat(format=real["format"]))
+    found = quantize(real["format"], model, tensors, None).tensors(tensors)
+    kinds = {collapse(name): (lazy.dtype, list(lazy.shape)) for name, lazy in found.items()}
+    published = {re.sub(r"\b[NE]\b", "*", name): each for name, each in real["tensors"].items()}
+    assert kinds.keys() == published.keys()
+    for name, (kind, shape) in published.items():
+        assert kinds[name][1] == shape, name
+        if kind not in ("bfloat16", "float32"):  # of scales and routers each repository has its own
+            assert kinds[name][0] == getattr(torch, kind), name
+
+
 # ---- as the base ----
 
 SAME = {
@@ -402,30 +426,50 @@ def test_formats_that_are_none_and_names_of_memory_are_refused():
 # ---- the command ----
 
 
-def test_the_script_writes_the_dtype_of_the_base_and_what_is_asked_for(tmp_path, monkeypatch, capsys):
-    config, mesh = config_of("llama", num_hidden_layers=1), build_mesh(Mesh(fsdp=8))
-    save_theirs(tmp_path / "base", config)
-    config.dtype = torch.bfloat16
+def run_from(base, folder) -> dict[str, torch.Tensor]:
+    """A checkpoint in ``folder`` of a run that began with ``base``; returns its weights."""
+    config, mesh = AutoConfig.from_pretrained(base), build_mesh(Mesh(fsdp=8))
     init = seeded_init(meta_model(config), 0)
     values = {name: whole(init(name)) for name in meta_model(config).state_dict()}
     state = {name: sharding.place(name, each, mesh, (None,) * each.dim()) for name, each in values.items()}
-    texts = {"training_args.json": {"max_steps": 9, "model": str(tmp_path / "base")}, "recipe.json": {"name": "r"}}
-    saves = CheckpointWriter(Folder(tmp_path / "run"), run_texts(texts, config, checkpoints.tokenizer()))
+    texts = {"training_args.json": {"max_steps": 9, "model": str(base)}, "recipe.json": {"name": "r"}}
+    saves = CheckpointWriter(Folder(folder), run_texts(texts, config, checkpoints.tokenizer()))
     saves.save(state, host(1), TrainerState(global_step=1))
     saves.wait()
-    asked = {None: torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32, "same": torch.float32, "fp8": None}
-    for name, dtype in asked.items():
+    return values
+
+
+def test_the_script_writes_the_dtype_of_the_base_or_what_is_asked_for(tmp_path, monkeypatch, capsys):
+    write_base(tmp_path / "base", "fp8")
+    values = run_from(tmp_path / "base", tmp_path / "run")
+
+    def written(asked):
         command = [
             "export.py",
             "--checkpoint",
             str(tmp_path / "run/checkpoint-1"),
             "--output",
-            str(tmp_path / f"{name}"),
+            str(tmp_path / f"{asked}"),
         ]
-        monkeypatch.setattr("sys.argv", command + (["--format", name] if name else []))
+        monkeypatch.setattr("sys.argv", command + (["--format", asked] if asked else []))
         assert exit_code(export_script.main) == 0
-        written = tensors_in(tmp_path / f"{name}")
-        if dtype is not None:
-            assert all(torch.equal(written[each], value.to(dtype)) for each, value in values.items())
-    assert written["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
-    assert "mlp.up_proj" in capsys.readouterr().out
+        config = json.loads((tmp_path / f"{asked}/config.json").read_text())
+        return tensors_in(tmp_path / f"{asked}"), config.get("quantization_config")
+
+    for asked, dtype in ((None, torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        found, settings = written(asked)
+        assert settings is None
+        assert same(found, {name: value.to(dtype) for name, value in values.items()})
+    there = tensors_in(tmp_path / "base")
+    assert "quantized:" not in capsys.readouterr().out
+    for asked in ("same", "fp8"):
+        found, settings = written(asked)
+        assert settings == SETTINGS["fp8"]
+        assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in there.items()}
+        assert "self_attn.q_proj" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "base")
+    command = ["export.py", "--checkpoint", str(tmp_path / "run/checkpoint-1"), "--format", "same"]
+    monkeypatch.setattr("sys.argv", [*command, "--output", str(tmp_path / "gone")])
+    assert exit_code(export_script.main) == 2
+    assert "a base that is quantized, and that is gone" in capsys.readouterr().err
+    assert not list((tmp_path / "gone").glob("*"))

@@ -110,6 +110,7 @@ class Quantized:
     errors: dict[str, float] = field(default_factory=dict)  # plain name -> relative error, once it is written
     kept: list[str] = field(default_factory=list)  # those whose tensors are the base's
     unread: Sequence[str] = ()  # linear weights that are not quantized, since no loader would read them
+    _known: dict[Any, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def tensors(self, plain: Mapping[str, Lazy]) -> dict[str, Lazy]:
         """``plain`` with the tensors of its format in the place of each weight that is quantized.
@@ -135,7 +136,7 @@ class Quantized:
         form, weight = self.forms[name], self.published.get(name)
         base = weight if weight is not None and weight.form is form else None
         try:
-            made = self._encode(form, lazy.like, base)
+            made = self._likes(form, lazy.like, base)
             if base is not None:
                 _check_alike(made, base)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # settings are the user's too
@@ -155,6 +156,14 @@ class Quantized:
             stem + tail: Lazy.of(LazyArray(tuple(like.shape), like.dtype, partial(read, tail)))
             for tail, like in made.items()
         }
+
+    def _likes(self, form: Format, like: torch.Tensor, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
+        """Shapes and dtypes of a weight's tensors, on meta; of the thousands of experts of one shape, once."""
+        dtypes = () if base is None else tuple(part.dtype for part in base.parts.values())
+        key = (form, tuple(like.shape), like.dtype, dtypes)
+        if key not in self._known:
+            self._known[key] = self._encode(form, like, base)
+        return self._known[key]
 
     def _encode(self, form: Format, values: torch.Tensor, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
         assert form.encode is not None  # else it is refused beforehand
