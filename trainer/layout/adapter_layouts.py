@@ -80,8 +80,8 @@ def with_packed(plan: ShardingPlan, adapted: nn.Module, packing: Packing, names:
             raise _uncut(plan, entry, packing, *cut)
         packed = Packed(packing, weight, entry)
         entries.append(replace(entry, packed=packed, **_stored(entry, codes)))
-        named = {"name": entry.name + SCALE, "pattern": entry.pattern + SCALE}
-        entries.append(replace(entry, **named, **_stored(entry, scales)))
+        name, pattern = entry.name + SCALE, entry.pattern + SCALE
+        entries.append(replace(entry, name=name, pattern=pattern, **_stored(entry, scales)))
     return replace(plan, parameters=tuple(entries))
 
 
