@@ -78,7 +78,7 @@ class Dropless:
             activation=_activation(experts, widths[0]),
             names=tuple(names),
             out_first=not experts.is_transposed,
-            lora_scales=tuple(getattr(experts, name + SCALE, (0.0,))[0] for name in names[:2]),
+            lora_scales=(getattr(experts, names[0] + SCALE, (0.0,))[0], getattr(experts, names[1] + SCALE, (0.0,))[0]),
             trained=tuple(p.requires_grad for p in parameters),
             axes=tuple(sizes),
             expert_axes=self.expert_axes,

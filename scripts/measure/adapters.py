@@ -87,11 +87,16 @@ CASES: dict[str, tuple[str, Fields]] = {
 def _config(family: str) -> transformers.PretrainedConfig:
     if family != VL:
         return tiny_config(family, **({"tie_word_embeddings": False} if family == "llama" else {}))
-    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     text |= {"num_key_value_heads": 2, "vocab_size": 64, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
     marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    places = {name: 60 + number for number, name in enumerate(marks)}
+    places: dict[str, Any] = {name: 60 + number for number, name in enumerate(marks)}
     return transformers.Qwen2_5_VLConfig(
         text_config=text, vision_config={**vision, "fullatt_block_indexes": [1]}, **places
     )
@@ -119,7 +124,7 @@ def _saved_by_peft(folder: Path, facts: ModelFacts, weights: Mapping[str, torch.
 
     config = LoraConfig(r=2, lora_alpha=3, **fields)
     model = get_peft_model(model_of(facts, weights), config)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     torch.manual_seed(1)
     tensors = load_file(folder / WEIGHTS)
     own = {name: t for name, t in tensors.items() if "lora_" in name}

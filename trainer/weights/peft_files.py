@@ -110,7 +110,7 @@ class AdapterFiles:
 
     def _check_engines(self) -> None:
         """Raises UserError for what serving engines would read as something else, or not at all."""
-        given = {"ranks that differ": self.plain.ranks, "alphas that differ": self.plain.alphas}
+        given: dict[str, object] = {"ranks that differ": self.plain.ranks, "alphas that differ": self.plain.alphas}
         given |= {"DoRA": self.plain.dora, "modules_to_save": self.plain.whole}
         if more := [name for name, value in given.items() if value]:
             raise UserError(

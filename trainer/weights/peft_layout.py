@@ -49,7 +49,10 @@ def unstarted(factors: Source, lora: Lora) -> Source:
         if not name.endswith((A, B)):
             return factors(name)
         now, first = (Lazy.of(factors(key)) for key in (name, f"{name}0"))
-        lazy = torch.cat([now, first], dim=0) if name.endswith(A) else torch.cat([now, -first], dim=1)  # type: ignore
+        joined: list[Any] = (
+            [now, first] if name.endswith(A) else [now, -first]
+        )  # torch's functions take them for tensors
+        lazy: Any = torch.cat(joined, dim=0 if name.endswith(A) else 1)
         return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
 
     return source

@@ -98,7 +98,7 @@ def open_adapter(
 def _copies(lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, str]:
     """Key → parameter of the copies of the model's embedding and head that PEFT may have saved."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    found = {}
+    found: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if any(module is end for end in ends):
             for key, _ in module.named_parameters():
