@@ -72,11 +72,9 @@ class Prepare:
         else:
             split = self._token_axes(name, used)
         # unpacked last, so that devices gather codes
-        parts = (
-            self._without(split, plan.layout, self._constrain(part, plan.layout))
-            for plan, part in ((entry, codes), (self._entry(name + SCALE), scale))
-        )
-        return self._without(split, used.layout, packing.unpack(*parts, weight, self.dtype, apart))
+        stored = ((entry, codes), (self._entry(name + SCALE), scale))
+        codes, scale = (self._without(split, p.layout, self._constrain(part, p.layout)) for p, part in stored)
+        return self._without(split, used.layout, packing.unpack(codes, scale, weight, self.dtype, apart))
 
     def _entry(self, name: str) -> ParameterPlan:
         return self.job.plan[first_name(name)]

@@ -49,9 +49,8 @@ def unstarted(factors: Source, lora: Lora) -> Source:
         if not name.endswith((A, B)):
             return factors(name)
         now, first = (Lazy.of(factors(key)) for key in (name, f"{name}0"))
-        joined: list[Any] = (
-            [now, first] if name.endswith(A) else [now, -first]
-        )  # torch's functions take them for tensors
+        # torch's functions take them for tensors
+        joined: list[Any] = [now, first] if name.endswith(A) else [now, torch.neg(first)]  # type: ignore[arg-type]
         lazy: Any = torch.cat(joined, dim=0 if name.endswith(A) else 1)
         return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
 
