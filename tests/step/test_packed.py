@@ -18,7 +18,7 @@ from shardwright.weights.packed_source import SCALES, VALUES, packed_source
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.step.test_adapters import check_gradients
 from tests.support.adapters import make_adapted
-from tests.support.cases import small_config
+from tests.support.cases import make_batch, reference_loss, small_config
 from tests.support.jobs import job_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -53,6 +53,14 @@ def test_loss_and_gradients_are_pefts_on_the_rounded_model(base_dtype, recipe, c
         for traced in (traced for turn in run.graphs.values() for traced in turn):
             # the backward unpacks again: of a layer only its inputs are kept, the codes among them
             assert traced.stage.graph.saved == len(traced.stage.graph.aliases) > 0
+
+
+def test_the_model_is_evaluated_as_it_is_trained():
+    adapted = make_adapted("llama_tp", options={"base_dtype": "mxfp4"}, changes=WIDE)
+    batch = make_batch(adapted.case.config)
+    with torch.no_grad():
+        expected = reference_loss(adapted.peft, batch, router_loss=False).item()
+    assert adapted.case.evaluation([batch]).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat16():

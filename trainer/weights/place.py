@@ -46,7 +46,10 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
             elif entry is stacked[0]:  # here, to read in the model's order, which is that of most files
                 _write_stacks(stacks, plan, mesh, source)
         tensors |= stacks
-    placed: Tensors = {e.name: nn.Parameter(tensors[e.name], e.dtype.is_floating_point) for e in plan.parameters}
+    placed: Tensors = {
+        entry.name: nn.Parameter(tensors[entry.name], entry.trained and entry.dtype.is_floating_point)
+        for entry in plan.parameters
+    }
     for alias, name in owners.items():
         _assign(model, alias, placed[name])
     place_buffers(model, mesh, source)
