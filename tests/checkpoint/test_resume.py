@@ -272,7 +272,7 @@ recipe = Recipe(Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything
 @pytest.mark.slow
 def test_a_model_with_saved_buffers_is_resumed(lives, place):
     (place / "replicated.py").write_text(REPLICATED)
-    (place / "apertus.json").write_text(json.dumps({**TINY, "model_type": "apertus"}))
+    (place / "apertus.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1, "model_type": "apertus"}))
     log, more = place / "buffers.log", ["--recipe", place / "replicated.py", "--model", place / "apertus.json"]
     more += ["--max_steps", 4, "--save_steps", 2]
     assert lives.run(log, *arguments(place, place / "one", *more)) == 0, log.read_text()

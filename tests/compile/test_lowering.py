@@ -35,7 +35,7 @@ from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import build_mesh
-from tests.support.cases import relative
+from tests.support.cases import SMALL, relative
 from tests.support.jobs import job_of
 from tests.support.kernels import without_kernel
 from tests.support.marking import InPlace, donating_no_base, in_place
@@ -122,7 +122,7 @@ def case_of(name: str) -> tuple[Recipe, dict[str, Any]]:
         recipe = replace(recipe, compute=replace(recipe.compute, experts="capacity"))
     if kind == "accumulated":
         options = {"gradient_accumulation_steps": 2, "isolate_documents": True}
-    return replace(recipe, model={**(recipe.model or {}), "num_hidden_layers": 2}), options
+    return replace(recipe, model={**(recipe.model or {}), **SMALL}), options
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ ROWS, LENGTH, TRAIN_ROWS, HELDOUT_ROWS, VOCABULARY = 8, 16, 48, 16, 64  # two mi
 CONFIG = {
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,

@@ -29,6 +29,7 @@ from tests.support.paths import ROOT
 # the trainer, and what a run imports when it comes to it
 _IMPORTED = ["shardwright.run", "shardwright.scripts.train", "datasets", "jax"]
 _IMPORTED += ["transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral"]
+_IMPORTED += ["datasets.io.generator", "jaxlib.mlir.dialects.mhlo", "scipy.io", "transformers.optimization"]
 _REQUEST = 1 << 20  # bytes at most; the environment takes some 10,000
 
 
@@ -181,7 +182,9 @@ def main() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     import torch_xla
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    get_checkpoint_conversion_mapping("llama")  # it keeps what it makes: the patterns of all families' names
     logging.disable(logging.NOTSET)
     assert not torch_xla._XLAC._xla_runtime_is_initialized()
     imports = {name: value for name, value in os.environ.items() if name not in before}  # what importing sets
