@@ -22,8 +22,10 @@ from shardwright.data.rows.rows import Rows, StoredRows
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
-from shardwright.models.adapters.int8 import SCALE, from_int8
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.stacking import first_name, is_stacked
 from shardwright.models.adapters.lora import B0, B, M
+from shardwright.models.adapters.packings import SCALE
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.objectives.objective import Objective
 from shardwright.report.bars import tracked
@@ -70,7 +72,7 @@ class ReferenceStep:
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
-            found = without_factors(self.placed.parameters)
+            found = without_factors(self.placed.parameters, self.placed.job.plan)
             plain = {name: sharding.constrain(p, mesh, specs[name]) for name, p in found.items()}
             parameters = {**self.placed.parameters, **plain}
             one = torch.ones((), device=inputs["labels"].device)
@@ -79,15 +81,26 @@ class ReferenceStep:
             return sharding.constrain(values, mesh, batch_spec(values.dim(), self.placed.batch_axes))
 
 
-def without_factors(parameters: Tensors) -> Tensors:
-    """The factors among ``parameters`` at values where they do nothing: zeros, or the lengths of the weight's rows."""
+def without_factors(parameters: Tensors, plan: ShardingPlan | None = None) -> Tensors:
+    """The factors among ``parameters`` at values where they do nothing: zeros, or the lengths of the weight's rows.
+
+    ``plan`` says which weights are packed, and how; None: none is.
+    """
     found: Tensors = {name: torch.zeros_like(p) for name, p in parameters.items() if name.endswith((B, B0))}
     for name in (name for name in parameters if name.endswith(M)):
-        base = name.removesuffix(M)
-        weight = parameters[base]
-        whole = from_int8(weight, parameters[base + SCALE], torch.float32) if weight.dtype == torch.int8 else weight
-        found[name] = whole.float().norm(dim=-1).to(parameters[name].dtype)
+        found[name] = _lengths(name.removesuffix(M), parameters, plan).to(parameters[name].dtype)
     return found
+
+
+def _lengths(name: str, parameters: Tensors, plan: ShardingPlan | None) -> torch.Tensor:
+    """The lengths of the rows of the weight ``name``, [.., out]; of a stack one layer is unpacked after the other."""
+    weight, packed = parameters[name], None if plan is None else plan[first_name(name)].packed
+    if packed is None:
+        return weight.float().norm(dim=-1)
+    scale = parameters[name + SCALE]
+    layers = zip(weight, scale, strict=True) if is_stacked(name) else [(weight, scale)]
+    found = [packed.packing.unpack(*each, packed.weight, torch.float32).norm(dim=-1) for each in layers]
+    return torch.stack(found) if is_stacked(name) else found[0]
 
 
 class ReferredRows(StoredRows):
