@@ -112,6 +112,7 @@ def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: typ
             "on_bad_row",
             "base_dtype",
             "on_spike",
+            "init_lora_weights",
         ),
         *("adapter_format", "lora_target"),  # a target is nothing without a rank
         *("objective", "simpo_gamma"),  # a margin is nothing without its objective
