@@ -50,7 +50,6 @@ class Dropless:
     batch_axes: Axes = ()  # they split tokens outside; inside all axes do, so no two devices do the same work
     expert_axes: Axes = ()  # they split dimension 0 of every parameter; tokens cross them, and weights don't
     weight_specs: Mapping[str, Spec] = field(default_factory=dict)  # by parameter's name; replicated if not named
-    lie_turned: frozenset[str] = frozenset()  # parameters that come with their last two dimensions swapped in memory
     order: tuple[int, ...] | None = None
     # bound on a round's rows of hidden width, and on a block's rows of the first projection's width
     # (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once
@@ -58,6 +57,7 @@ class Dropless:
     keep: bool = False  # save the first projection's result for the backward, instead of computing it again
     keep_all: bool = False  # also save the activation's result, and gathered weights
     flops_a_byte: float = 0.0  # a chip's, between HBM and VMEM: they decide how large tiles and rounds are; 0: unknown
+    lie_turned: frozenset[str] = frozenset()  # parameters that come with their last two dimensions swapped in memory
 
     def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         """Map tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.

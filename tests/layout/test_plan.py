@@ -380,7 +380,7 @@ def test_llama_tp_splits_second_projections_and_replicates_their_bias(role):
     [
         ('{"model_type": "t5"}', "without a causal-LM head"),
         ('{"model_type": "bert"}', "built as an encoder"),
-        ('{"model_type": "llamaa"}', "no transformers config can be read"),
+        ('{"model_type": "llamaa"}', "'llamaa' is unknown to transformers"),
         ("{", "no transformers config can be read"),
         ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "not a multiple of"),
         (None, "no file"),
