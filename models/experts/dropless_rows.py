@@ -17,6 +17,7 @@ from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.device_kernels import kernels
 from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
+from shardwright.models.ops.stored_layout import ordered
 
 Arrays = tuple[Array, ...]
 # the kept results of the first projection, and perhaps of the activation, and the round that they are of
@@ -75,7 +76,9 @@ class ExpertShards:
             gradient = grouped_matmul.row_major(gradient)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
-        return lax.psum(gradient, rest) if rest else gradient
+        gradient = lax.psum(gradient, rest) if rest else gradient
+        # a factor is narrow: in the default order its few columns would be padded to a tile's
+        return ordered(gradient) if self.names[number].endswith((A, B)) else gradient
 
     def turned(self, number: int) -> bool:
         """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered."""

@@ -47,13 +47,14 @@ def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 @operation("as_stored", lambda weight, *_: torch.empty_like(weight))
 def _as_stored(weight: Tensor, manual: str, layers: int) -> Tensor:
-    return jax_call(_ordered, weight, manual=from_text(manual), layers=layers)[0]
+    return jax_call(ordered, weight, manual=from_text(manual), layers=layers)[0]
 
 
 _as_stored.register_autograd(lambda ctx, gradient: (gradient, None, None))
 
 
-def _ordered(x: Array, layers: int) -> Array:
+def ordered(x: Array, layers: int = 0) -> Array:
+    """Constrain jax's ``x`` as :func:`as_stored` does."""
     if not layers:
         return with_layout_constraint(x, Layout(stored_order(x.shape, x.dtype.itemsize)))
     stack, *order = stored_order((layers, *x.shape), x.dtype.itemsize)
