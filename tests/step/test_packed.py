@@ -87,7 +87,7 @@ def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat1
 
 @pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("mxfp4", 4.25), ("nf4", 4.5)])
 def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
-    config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=64)
+    config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=128)
     plan = job_of("gpt_oss_ep", config, lora_r=4, base_dtype=base_dtype).plan
     name = "model.layers.0.mlp.experts.gate_up_proj"
     codes, scale = plan[name], plan[name + SCALE]
