@@ -27,7 +27,8 @@ _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _CAPACITY2, _DROPLESS = "--compute experts=capacity,capacity_factor=2.0", "--compute experts=dropless"
 _TRAIN = "--only_train_step"
 _KEPT, _CAPACITY_KEPT = "--compute remat=1.0", f"{_CAPACITY},remat=1.0"
-_LORA, _INT8 = "--lora_r 16", "--base_dtype int8"
+_LORA, _INT8, _SAME = "--lora_r 16", "--base_dtype int8", "--base_dtype same"
+_ALL4, _ALL32 = "--mesh fsdp=1,expert=4", "--mesh fsdp=1,expert=32"
 _EXPERTS8, _EXPERTS4 = "--mesh fsdp=1,expert=8", "--mesh fsdp=2,expert=4"
 _PLAIN = "--compute scan=False,remat=none"
 _ONE_AXIS = "--mesh fsdp=64,inner=1"
@@ -178,6 +179,9 @@ TABLES: dict[str, dict[str, str]] = {
     | {
         "capacity 1.25, int8, v5e:2x2": step("mixtral_ep", _MIXTRAL, "v5e:2x2", 1, _LORA, _CAPACITY, _INT8),
         "dropless, v6e:2x2": step("mixtral_ep", _MIXTRAL, "v6e:2x2", 1, _LORA),
+        # frozen models as they are published: MXFP4, FP8 in blocks
+        "gpt-oss-120b, same, v6e:2x2": step("gpt_oss_ep", "gpt_oss_120b", "v6e:2x2", 1, _LORA, _SAME, _ALL4),
+        "DeepSeek-V3, same, v6e:4x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:4x8", 1, _LORA, _SAME, _ALL32),
     },
     "graphs": {
         recipe: step(recipe, _MIXTRAL, _V5P, 4, _CAPACITY) for recipe in ("mixtral_ep", "mixtral_fsdp", "mixtral_ep_tp")
