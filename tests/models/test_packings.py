@@ -12,7 +12,8 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from shardwright.models.adapters.packings import PACKINGS, Packing, Weight
+from shardwright.arguments.adapter_options import PACKED
+from shardwright.models.adapters.packings.registry import PACKINGS, Packing, Weight
 
 INT8, FP8, FP8_ROWS, MXFP4, NF4 = (PACKINGS[word] for word in ("int8", "fp8", "fp8_rows", "mxfp4", "nf4"))
 # of a [2, 64] weight in bfloat16, (i * 37 % 101 - 50) / 32 for i = 0, 1, …; bitsandbytes 0.50.2 on a CPU,
@@ -29,6 +30,10 @@ def again(packing: Packing, values: torch.Tensor, weight: Weight) -> torch.Tenso
 
 def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_option_knows_the_words_of_all_packings():
+    assert list(PACKINGS) == PACKED
 
 
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)

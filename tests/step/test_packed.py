@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.models.adapters.lora import base_of
-from shardwright.models.adapters.packings import PACKINGS, SCALE
+from shardwright.models.adapters.packings.registry import PACKINGS, SCALE
 from shardwright.models.layers.decoder_layers import DecoderLayers
 from shardwright.weights.packed_source import SCALES, VALUES, packed_source
 from shardwright.weights.weight_sources import state_dict_weights

@@ -150,7 +150,7 @@ def test_a_model_that_reads_values_is_said_not_to_be_known():
     unused, why = unused_parameters(facts_of(tiny_config("blt")), None, router_loss=False)
     assert unused  # what the family itself freezes
     assert all(name.startswith("model.patcher.") for name in unused)
-    assert "can't be tried without values (RuntimeError: Tensor.item()" in notice(unused, why)
+    assert "can't be tried without values (" in notice(unused, why)
 
 
 def test_a_loss_in_which_nothing_takes_part_is_refused_without_a_weight_or_a_device(monkeypatch):

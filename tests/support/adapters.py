@@ -13,7 +13,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.peft_config import as_config
 from shardwright.models.adapters.lora import A0, B0
-from shardwright.models.adapters.packings import PACKINGS
+from shardwright.models.adapters.packings.registry import PACKINGS
 from shardwright.models.layers.decoder_layers import number_layers
 from shardwright.models.ops import random_bits, randomness
 from shardwright.models.ops.labels import scored_tokens

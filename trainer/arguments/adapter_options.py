@@ -6,10 +6,11 @@ from typing import Any
 
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
-from shardwright.models.adapters.packings import PACKINGS
 
 SAME = "same"  # packed as the checkpoint is published
-BASE_DTYPES = ["float32", "bfloat16", *PACKINGS, SAME]
+# the words of `shardwright.models.adapters.packings.registry`, which imports torch: --help need not wait for it
+PACKED = ["int8", "fp8", "fp8_rows", "mxfp4", "nf4"]
+BASE_DTYPES = ["float32", "bfloat16", *PACKED, SAME]
 INITS = ["true", "gaussian", "pissa", "olora"]
 # the defaults of an adapter's options
 _UNSAID: dict[str, Any] = {

@@ -25,7 +25,7 @@ from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import first_name, is_stacked
 from shardwright.models.adapters.lora import B0, B, M
-from shardwright.models.adapters.packings import SCALE
+from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.objectives.objective import Objective
 from shardwright.report.bars import tracked

@@ -13,7 +13,7 @@ from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan import Packed, ParameterPlan, ShardingPlan
 from shardwright.models.adapters.lora import A0, A, base_of
-from shardwright.models.adapters.packings import SCALE, Packing, Part, Weight
+from shardwright.models.adapters.packings.registry import SCALE, Packing, Part, Weight
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:

@@ -18,7 +18,7 @@ from shardwright.layout.partition import PartitionSpec, partition_spec, shards_o
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, layout_text
 from shardwright.layout.stacking import is_stacked, layer_names, numbers_of
-from shardwright.models.adapters.packings import Packing, Weight
+from shardwright.models.adapters.packings.registry import Packing, Weight
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.optimizers.optimizer import Optimizer
 

@@ -12,7 +12,7 @@ from shardwright.arguments.adapter_options import SAME
 from shardwright.errors import UserError
 from shardwright.layout.plan import ShardingPlan
 from shardwright.model.facts import ModelFacts
-from shardwright.models.adapters.packings import PACKINGS, Packing, Weight
+from shardwright.models.adapters.packings.registry import PACKINGS, Packing, Weight
 
 # the lists of modules that a quantization_config leaves alone, by their names in several methods' configs
 _LEFT_ALONE = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")

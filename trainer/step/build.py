@@ -17,7 +17,7 @@ from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec, partition_spec
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.recipe import Layout, matches
-from shardwright.models.adapters.packings import SCALE
+from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.experts import experts_interface as experts

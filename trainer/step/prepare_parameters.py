@@ -11,7 +11,7 @@ from shardwright.layout.partition import partition_spec
 from shardwright.layout.plan import ParameterPlan
 from shardwright.layout.recipe import Layout
 from shardwright.layout.stacking import first_name, is_stacked
-from shardwright.models.adapters.packings import SCALE
+from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import selection_biases
 from shardwright.models.ops import jax_call

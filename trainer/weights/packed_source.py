@@ -7,7 +7,7 @@ import torch
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices, keeping_last
 from shardwright.layout.plan import Packed, ShardingPlan
-from shardwright.models.adapters.packings import PACKINGS, SCALE, Part
+from shardwright.models.adapters.packings.registry import PACKINGS, SCALE, Part
 from shardwright.weights.weight_sources import Source
 
 # keys of a weight's parts as they are published: codes, one for each number, and scales, one for each block, both in
