@@ -99,7 +99,7 @@ def _lengths(name: str, parameters: Tensors, plan: ShardingPlan | None) -> torch
         return weight.float().norm(dim=-1)
     scale = parameters[name + SCALE]
     layers = zip(weight, scale, strict=True) if is_stacked(name) else [(weight, scale)]
-    found = [packed.packing.unpack(*each, packed.weight, torch.float32).norm(dim=-1) for each in layers]
+    found = [packed.packing.unpack(c, s, packed.weight, torch.float32).norm(dim=-1) for c, s in layers]
     return torch.stack(found) if is_stacked(name) else found[0]
 
 
