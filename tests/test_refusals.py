@@ -69,7 +69,7 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "a model that sees what it predicts": ({"model": "cpmant.json"}, "a token's logits depend on later tokens"),
     "shapes that depend on what the tokens are": (
         {"recipe": "any.py", "model": "blt.json"},
-        "can't be run without values: RuntimeError: Tensor.item()",
+        "its forward can't be run without values: ",  # torch's error is another once its meta kernels are imported
     ),
     "rows beyond a table of positions": ({"model": "gpt2.json", "sequence_length": 2048}, "has 1024 positions"),
     "isolation that attention does not know": (
