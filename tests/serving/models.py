@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PretrainedConfig
 
 from shardwright.errors import UserError
@@ -23,8 +24,11 @@ from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.model.facts import facts_of
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.input_scaling import ScaledExperts
+from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import export
-from shardwright.weights.peft_files import AdapterFiles, factor_shapes, save_adapter
+from shardwright.weights.peft_files import AdapterFiles, save_adapter
+from shardwright.weights.peft_layout import factor_shapes
+from shardwright.weights.weight_files import WEIGHTS
 from shardwright.weights.weight_sources import seeded_init
 
 SMALL = {
@@ -149,8 +153,13 @@ class Small:
 
     def export(self, folder: Path) -> None:
         whole = facts_of(self.config).whole
-        carried = {name: torch.ones(8, 8) for name in CARRIED.get(self.family, ())}
-        export(folder, copy.deepcopy(whole), seeded_init(whole, 0), untrained=carried)
+        export(folder, copy.deepcopy(whole), seeded_init(whole, 0))
+        if carried := {name: torch.ones(8, 8) for name in CARRIED.get(self.family, ())}:
+            base = folder.with_name(f"{folder.name} with more")
+            folder.rename(base)
+            save_file(load_file(base / WEIGHTS) | carried, base / WEIGHTS, metadata={"format": "pt"})
+            opened = open_hub_weights(str(base), copy.deepcopy(whole))
+            export(folder, copy.deepcopy(whole), opened, base=opened)
 
     def files(self, kind: str) -> AdapterFiles | None:
         """The adapter of a ``kind`` of ADAPTERS; None: the head is tied."""

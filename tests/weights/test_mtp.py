@@ -22,8 +22,9 @@ from shardwright.model.meta_model import meta_model
 from shardwright.run import train
 from shardwright.scripts import export as export_script
 from shardwright.scripts.measure.tiny import tiny_config
-from shardwright.weights.hub_read import WEIGHTS, open_hub_weights
+from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import export
+from shardwright.weights.weight_files import WEIGHTS
 from tests.support.hub_models import same, tensors_in
 
 REAL = json.loads(Path(__file__).with_name("untrained_keys.json").read_text())
@@ -74,7 +75,7 @@ def test_an_export_has_every_tensor_of_the_base_bit_for_bit_and_opens_again(tmp_
     assert further(tensors, config.num_hidden_layers) == further(plain, real["config"]["num_hidden_layers"])
     opened = open_hub_weights(str(tmp_path / "base"), model := meta_model(config, True))
     assert not opened.untrained
-    export(tmp_path / "out", model, opened, untrained=opened.untrained)
+    export(tmp_path / "out", model, opened, base=opened)
     assert same(tensors_in(tmp_path / "out"), tensors)
     said = json.loads((tmp_path / "out/config.json").read_text())
     assert said["num_hidden_layers"] == config.num_hidden_layers
