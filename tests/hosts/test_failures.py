@@ -57,8 +57,9 @@ def killed(home, whole) -> tuple[list[Job], Job]:
     The rows of all are in the cache by now: the second host of the last could not write these either.
     """
     jobs = [job(home, f"killed-{host}", "--max_steps", STEPS) for host in (0, 1)]
-    late = {"HOST_FILE_LIMIT": "1:30000", "HOST_LATE": "0"}  # the first learns long after the second that all must end
-    full = job(home, "full", "--max_steps", 4000, "--save_steps", 100, **late)
+    # a shard of the weights is larger; and the first learns long after the second that all must end
+    late = {"HOST_FILE_LIMIT": "1:15000", "HOST_LATE": "0"}
+    full = job(home, "full", "--max_steps", 400, "--save_steps", 20, **late)
     with full, jobs[0], jobs[1]:
         left = dict(enumerate(jobs))
 
