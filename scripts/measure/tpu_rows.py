@@ -182,7 +182,7 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "lora_published": {  # frozen models as they are published: MXFP4, FP8 in blocks
         "gpt-oss-120b, v6e:2x2": step("gpt_oss_ep", "gpt_oss_120b", "v6e:2x2", 1, _LORA, _SAME, _ALL4),
-        "DeepSeek-V3, v6e:4x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:4x8", 1, _LORA, _SAME, _ALL32),
+        "DeepSeek-V3, v6e:4x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:4x8", 1, _LORA, _SAME, _ALL32, _TRAIN),
     },
     "graphs": {
         recipe: step(recipe, _MIXTRAL, _V5P, 4, _CAPACITY) for recipe in ("mixtral_ep", "mixtral_fsdp", "mixtral_ep_tp")
