@@ -98,7 +98,7 @@ def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, 
 
 
 def test_without_its_factors_a_layer_is_the_frozen_one_whatever_they_are():
-    """As the reference of a preference objective is computed."""
+    """Tests the reference of a preference objective."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 6))
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}

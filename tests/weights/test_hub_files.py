@@ -133,7 +133,7 @@ def test_a_download_that_breaks_off_keeps_its_whole_files_and_the_bar_counts_the
 
 
 def test_the_bar_counts_the_bytes_of_files_that_come_in_chunks_from_the_hub_s_own_store():
-    """As the hub's client reports them: bytes on the disk, and fewer over the wire."""
+    """A transfer as the hub's client reports it: bytes on the disk, and fewer over the wire."""
     counted: list[int] = []
     with XetDownloadProgressReporter(
         reconstruction_desc="a file", total=100, log_level=30, tqdm_class=hub_files._bar_class(counted.append)

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint before it is fetched: of each kind of tensor, and of the slice that it needs."""
+"""The report on a checkpoint before it is fetched: each kind of tensor, and the slice that it needs."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def published(settings: Mapping[str, Any]) -> str | None:
 
 
 def packed_among(names: Collection[str], base_dtype: str, facts: ModelFacts) -> list[str]:
-    """Those of the weights ``names`` that ``base_dtype`` packs: all, or for :data:`SAME` the quantized ones."""
+    """Select of the weights ``names`` those that ``base_dtype`` packs: all, or for :data:`SAME` the quantized ones."""
     if base_dtype != SAME:
         return list(names)
     settings = quantization_settings(facts.config)

@@ -1,4 +1,4 @@
-"""What would come of each tensor of a checkpoint, from its config and its files' headers alone."""
+"""A report of each tensor of a checkpoint, from its config and its files' headers alone."""
 
 import math
 from collections import defaultdict
@@ -35,7 +35,7 @@ class Row:
 
 
 def contents(asked: str, model: PreTrainedModel) -> tuple[list[Row], UserError | None]:
-    """What each tensor of the checkpoint becomes in ``model`` (on meta), and the reason if it is refused."""
+    """The kinds of tensors by what they become in ``model`` (on meta), and the reason if the checkpoint is refused."""
     if not means_weights(asked, from_scratch=False):  # a config alone
         return [], None
     try:

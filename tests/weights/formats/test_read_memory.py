@@ -1,4 +1,4 @@
-"""What the host holds while a weight is dequantized."""
+"""Host memory while a weight is dequantized."""
 
 from __future__ import annotations
 
