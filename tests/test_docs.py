@@ -23,7 +23,7 @@ PAGES = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     ]
 }
 SOURCES = [path for folder in ("trainer", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
