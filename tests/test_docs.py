@@ -23,12 +23,12 @@ PAGES = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     ]
 }
 SOURCES = [path for folder in ("trainer", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
 # options of other programs in our commands, and one that is misspelt on purpose
-FOREIGN = {"no_deps", "restart_on_exit_codes", "tag", "worker", "xla_backend_optimization_level", "learning_rat"}
+FOREIGN = {"enable_lora", "lora_modules", "no_deps", "python", "restart_on_exit_codes", "tag", "worker", "xla_backend_optimization_level", "learning_rat"}
 # the published model that each recipe's docstring names → its config
 NAMED = {
     "DeepSeek-V3": "deepseek_v3",

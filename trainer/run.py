@@ -20,6 +20,7 @@ from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.mixture import shapes_of
+from shardwright.data.rows.rows import StoredRows, few_rows
 from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.reference_rows import not_one_dataset
@@ -341,6 +342,8 @@ def _load_data(start: Start, console: Console) -> Corpus:
     say(console, f"data:    {tokens} to train on; {held:,} rows held out, {part}")
     for line in corpus.notes:
         say(console, f"         {line}")
+    if isinstance(corpus.train, StoredRows) and len(corpus.train) < start.job.rows:
+        say(console, f"         {few_rows(len(corpus.train), start.job.rows)}")
     if len(lengths := start.job.row_lengths) > 1:
         say(console, f"         batches of rows of {', '.join(map(str, lengths))} tokens, each length compiled once")
     return corpus

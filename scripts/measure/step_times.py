@@ -1,6 +1,6 @@
 """The estimate of a step's time beside times that were published: MaxText's, for steps that can be compiled here.
 
-python scripts/measure/step_times.py             # prints the tables of docs/tpu.md; minutes to an hour of CPU
+python scripts/measure/step_times.py             # minutes to an hour of CPU (docs/records/tpu)
 
 Each row is the same model, batch, sequence length and dtypes on the same kind of chip, with our recipe and kernels in
 place of MaxText's; the last column says what differs. Published are tokens/s a chip; the seconds are those that our

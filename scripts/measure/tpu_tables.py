@@ -1,4 +1,4 @@
-"""Prints the tables of docs/tpu.md: each row is a step that scripts/compile.py compiled for a TPU slice elsewhere.
+"""Prints the tables of docs/records/tpu: each row is a step that scripts/compile.py compiled for a TPU slice elsewhere.
 
 python scripts/measure/tpu_tables.py remat depth   two of the tables
 python scripts/measure/tpu_tables.py --list        every table's rows, with the command that compiles each

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardwright.data.audit import Audit, audit, histogram
-from shardwright.data.audit_command import ReadingBar
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.audit import DECIDE, SAID, Audit, audit, histogram
+from shardwright.data.audit_command import ReadingBar, view_of
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.samples.fitting import SampleOptions
@@ -161,6 +162,9 @@ def test_the_command_shows_the_mask_writes_its_files_and_ends_with_three(tmp_pat
     )
     assert done.returncode == 3, done.stderr
     assert "bad row: 4" in done.stdout
+    assert "⟦0!<|im_end|>⟧" in done.stdout, "a pipe has no colors"
+    assert "the loss is on what stands in ⟦…⟧" in done.stdout
+    assert "duplicate (1): should these samples count twice?" in done.stdout
     assert json.loads((tmp_path / "a.json").read_text())["findings"]["bad row"]["count"] == 4
     with Browser() as browser:
         browser.open(tmp_path / "a.html")
@@ -183,6 +187,17 @@ def test_the_command_shows_the_mask_writes_its_files_and_ends_with_three(tmp_pat
         row = "[...document.querySelectorAll('details[open] tr')].find(e => e.textContent.includes('row 24'))"
         assert "no JSON" in browser.evaluate(f"{row}.textContent")
         assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_each_finding_that_fails_nothing_leaves_a_choice_and_a_clean_set_none(tmp_path: Path) -> None:
+    assert DECIDE.keys() == SAID.keys()
+    args = TrainingArguments(str(tmp_path / "out"))
+    clean = audited(write_records(tmp_path / "clean.jsonl", chats(20)), sequence_length=1024)
+    assert view_of(clean, args, TOKENIZER).verdict == "Nothing would train wrongly"
+    twice = audited(write_records(tmp_path / "twice.jsonl", chats(20) * 2), sequence_length=1024)
+    view = view_of(twice, args, TOKENIZER)
+    assert view.verdict == "Nothing would train wrongly, but look at what is for you to decide"
+    assert [line.partition(":")[0] for line in view.decisions] == ["duplicate (20)"]
 
 
 def says(text: str) -> list[dict[str, str]]:

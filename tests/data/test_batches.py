@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from shardwright.data.rows.batches import TrainingBatches, heldout_batches
-from shardwright.data.rows.rows import StoredRows
+from shardwright.data.rows.rows import StoredRows, few_rows
 from shardwright.errors import UserError
 
 
@@ -73,9 +73,17 @@ def test_the_names_of_stored_rows_are_those_that_older_checkpoints_hold(rows: St
     assert StoredRows(Dataset.from_dict(isolated)).fingerprint == "200 rows, 0ad5182c8e8e57e0"
 
 
-def test_fewer_rows_than_a_batch_are_refused(rows: StoredRows) -> None:
-    with pytest.raises(UserError, match="23 rows"):
-        TrainingBatches(rows, 24, seed=0)
+def test_rows_that_fill_no_batch_come_several_times_in_each_and_a_cursor_goes_on(rows: StoredRows) -> None:
+    batches = TrainingBatches(rows, 24, seed=0)
+    first = drawn(batches, 1)
+    assert sorted(first[:23, 0].tolist()) == list(range(0, 92, 4))
+    one = StoredRows(rows.dataset.select([3]))
+    assert drawn(TrainingBatches(one, 8, seed=0), 2).eq(torch.arange(12, 16)).all()
+    resumed = TrainingBatches(rows, 24, seed=0)
+    resumed.load_state_dict(batches.state_dict())
+    assert drawn(resumed, 2).equal(drawn(batches, 2))
+    assert few_rows(23, 24) == "23 rows for a batch of 24: each comes 1 to 2 times in it"
+    assert few_rows(1, 8) == "1 row for a batch of 8: each comes 8 times in it"
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(rows: StoredRows) -> None:

@@ -105,6 +105,10 @@ def test_a_mask_that_is_none_is_refused_by_name(masks: dict[str, Any], words: st
         ({"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}, "column chat_template_kwargs: tokenize"),
         ({"messages": CHAT, "chat_template_kwargs": "no JSON"}, "column chat_template_kwargs: a str, not an object"),
         ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "column system: a int, not text"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
+            "column system: another text than its",
+        ),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "column history: something other than pairs"),
     ],
 )
@@ -154,7 +158,7 @@ def test_columns_and_keys_that_are_not_read_are_named_with_their_number(tmp_path
     records = [{"messages": [ASKED, {**ANSWER, "content": f"{i} " * 9, "mood": "gay"}]} for i in range(60)]
     if kind == "texts":
         records = [{"text": f"{i} " * 40} for i in range(60)]
-    records = [{**record, "score": i, "system": "Be brief."} for i, record in enumerate(records)]
+    records = [{**record, "score": i, "history": "Be brief."} for i, record in enumerate(records)]
     path = str(write_records(tmp_path / "x.jsonl", records))
     dataset: Any = path if source in ("stored", "streamed") else f"{path}:1,{path}:1"
     if source in ("dataset", "iterable"):
@@ -163,7 +167,7 @@ def test_columns_and_keys_that_are_not_read_are_named_with_their_number(tmp_path
     corpus = loaded(tmp_path, dataset, streaming=source in ("streamed", "iterable"))
     notes = "\n".join(corpus.notes)
     some = "60" if source not in ("streamed", "iterable") else r"\d+"
-    assert len(re.findall(rf"warning: not read, though it says what to learn: system \(\w+, {some}\)", notes)) == (
+    assert len(re.findall(rf"warning: not read, though it says what to learn: history \(\w+, {some}\)", notes)) == (
         2 if source == "mixture" else 1
     ), notes
     assert re.search(r"not read: (messages\.mood \(str, \d+\); )?score \(int\d*, ", notes)

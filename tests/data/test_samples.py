@@ -128,9 +128,11 @@ def test_a_first_turn_that_answers_nothing_is_not_trained() -> None:
 def test_conversations_have_the_samples_of_their_messages() -> None:
     turns = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in CHAT]
     _, expected, _ = encode({"messages": [{"role": "system", "content": "sum"}, *CHAT]})
-    _, found, _ = encode({"conversations": turns, "system": "sum"})
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.labels.tolist() == expected.labels.tolist()
+    said = [{"role": "system", "content": "sum"}]
+    for record in ({"conversations": turns}, {"messages": CHAT}, {"messages": [*said, *CHAT]}):
+        _, found, _ = encode({**record, "system": "sum"})
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.labels.tolist() == expected.labels.tolist()
 
 
 def test_tools_and_calls_reach_the_template_without_the_nulls_that_arrow_adds() -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shardwright.launch.launch_plan import script
 from shardwright.launch.request import IMAGE_FOLDER
 from shardwright.launch.targets import TARGETS
 from tests.support.launching import planned, request, stand_in
+from tests.support.lives import tiny_run, write_text
 from tests.support.paths import ROOT
 
 # what xpk 1.16 makes of its --command: the run in a shell in the background, which gets SIGTERM when the pod does
@@ -108,6 +110,35 @@ def test_a_run_in_a_tpu_vms_loop_gets_sigterm_through_docker_and_is_not_started_
     assert (tmp_path / "saves").read_text() == "saved\n"
     assert (tmp_path / "stopped").read_text() == "docker stop --time 30 one\n"
     assert (tmp_path / "words").read_text().endswith(f"image:1 {shlex.join(request().command)}\n")
+
+
+def test_a_tpu_vm_without_an_image_gets_the_code_and_trains_with_what_it_installs(tmp_path):
+    """gcloud is a stand-in that copies into a host's folder and runs there what it is told; uv one that finds ours."""
+    write_text(tmp_path)
+    recipe = tmp_path / "mine.py"
+    recipe.write_text((ROOT / "recipes" / "llama_fsdp.py").read_text())
+    host, sent, programs = tmp_path / "host", tmp_path / "sent", tmp_path / "bin"
+    host.mkdir()
+    train = [str(word) for word in tiny_run(tmp_path)] + ["--output_dir", str(host / "out"), "--max_steps", "2"]
+    train[train.index("llama_fsdp")] = str(recipe)
+    plan = planned("tpu-vm", image="", train=train, environment={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+    write(plan, sent)
+    copy = 'for word in "${@:5}"; do case $word in -*|*:) ;; *) cp -r "$word" "$HOST" ;; esac; done'
+    start = 'cd "$HOST"; for word in "$@"; do case $word in --command=*) bash -c "${word#--command=}" ;; esac; done'
+    stand_in(programs, "gcloud", f"case $4 in describe) echo ACTIVE ;; scp) {copy} ;; ssh) {start} ;; esac")
+    stand_in(programs, "curl", "")
+    stand_in(programs, "python-of-the-host", f'exec {sys.executable} "$@"')
+    python = 'mkdir -p env/bin; ln -sf "$(command -v python-of-the-host)" env/bin/python'
+    stand_in(programs, "uv", f'echo "$@" >> uv.log; case $1 in venv) {python} ;; esac')
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "HOST": str(host)}
+    environment = {key: value for key, value in environment.items() if key not in ("CPU_NUM_DEVICES", "PYTHONPATH")}
+    for folder, name in ((sent, "run.sh"), (host, "install.sh")):
+        done = subprocess.run(["bash", name], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (host / "out" / "checkpoint-2").is_dir()
+    installed = (host / "uv.log").read_text().splitlines()
+    assert [line.split()[0] for line in installed] == ["venv", "pip"], "once"
+    assert {"torch==2.9.0", "torch_xla[tpu]==2.9.0"} <= set((host / "needs.txt").read_text().split("\n"))
 
 
 def test_a_tpu_vms_containers_share_the_staging_folder_with_the_host():

@@ -33,7 +33,7 @@ class CompileArguments:
     efficiency: str = option(
         "",
         "Parts of a peak that the estimate of a step's time takes to be reached, as `kind=value,kind=value`; "
-        "docs/tpu.md has the kinds, and the values that are taken otherwise with their sources.",
+        "docs/estimate.md has the kinds, and the values that are taken otherwise with their sources.",
     )
     only_train_step: bool = option(
         False, "Compile no other graph of the run beside the train step, to measure; the verdict is of that alone."

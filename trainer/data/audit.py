@@ -48,6 +48,20 @@ SAID = {
     "duplicate": "the very tokens of an earlier sample",
     "held out too": "the very tokens of a sample that is trained on",
 }
+# finding of SAID → the reader's choice; of the others there is none
+DECIDE = {
+    "cut": "do the parts still teach what they should? If not: a longer --sequence_length, or --overflow drop",
+    "dropped": "may they be missing? If not: a longer --sequence_length, or --overflow split",
+    "left out": "may they be missing? If not: mend them; without --on_bad_row skip a run stops at the first",
+    "no text": "should something stand there? A run leaves them out",
+    "not read": "does the field hold what the model should see or learn? Then rename it to one that is read, or write "
+    "it into the text",
+    "special name": "is it talk about the token, or the token? --split_special_tokens says which",
+    "merged": "should the completion begin with a token of its own? Then end the prompt, or begin the completion, with "
+    "a space or a line end",
+    "duplicate": "should these samples count twice? If not: take the copies out",
+    "held out too": "an evaluation on them measures learning by heart: another --eval_dataset, or take the copies out",
+}
 
 
 @dataclass

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.data.audit import SAID, WRONG, Audit, audit, histogram
+from shardwright.data.audit import DECIDE, SAID, WRONG, Audit, audit, histogram
 from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.document_stream import DocumentStream
@@ -109,9 +109,9 @@ def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenize
         counts = (f"{samples:,}", f"{rows:,}", full, f"{tokens:,}", of_tokens, share)
         sources.append((name, source.shape.name, *counts))
     findings = [
-        Finding(name, meaning, name in WRONG, found.findings[name].count, found.findings[name].places)
+        Finding(name, meaning, name in WRONG, each.count, each.places, DECIDE.get(name, ""))
         for name, meaning in {**WRONG, **SAID}.items()
-        if name in found.findings
+        if (each := found.findings.get(name))
     ]
     lengths = [n for source in found.sources for n in source.lengths]
     facts = [

@@ -18,7 +18,9 @@ class LaunchArguments(Checked):
     topology: str | None = option(None, "TPU slice to run on, as scripts/compile.py names it: v5p:2x2x4, v6e:4x4, …")
     slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
     name: str = option("shardwright", "The run's name on the cluster.")
-    image: str | None = option(None, "Container image with this repository in it (Dockerfile).")
+    image: str | None = option(
+        None, "Container image with this repository in it (Dockerfile). tpu-vm needs none: it sends the code."
+    )
     cluster: str | None = option(None, "GKE cluster (xpk).")
     project: str | None = option(None, "Google Cloud project (xpk, tpu-vm). Default: gcloud's own setting.")
     zone: str | None = option(None, "Zone of the TPUs (xpk, skypilot, tpu-vm).")

@@ -1,13 +1,11 @@
 """Ray: a job on a cluster with TPU hosts that starts a worker on each."""
 
-import importlib
 from pathlib import Path
 
 from shardwright.launch.launch_plan import LaunchPlan, as_yaml
 from shardwright.launch.request import Request
+from shardwright.launch.sent_code import sent_folders
 
-# as they are imported: in a checkout they lie apart
-_PACKAGES = ("shardwright", "shardwright.models", "shardwright.recipes", "shardwright.scripts")
 _ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 _FILE = "runtime_env.yaml"
 
@@ -15,7 +13,7 @@ _FILE = "runtime_env.yaml"
 def plan(request: Request) -> LaunchPlan:
     """The environment of the job's processes, and ``ray job submit`` (to RAY_API_SERVER_ADDRESS)."""
     environment: dict[str, object] = {
-        "py_modules": [_PACKAGES[0]],  # the hosts find it before one that is installed there
+        "py_modules": ["shardwright"],  # the hosts find it before one that is installed there
         "env_vars": request.variables,
     }
     if (_ROOT / "pyproject.toml").is_file():  # recipes of one's own in it
@@ -31,7 +29,5 @@ def plan(request: Request) -> LaunchPlan:
         commands=[[*submit, "--", *hosts, "--", "python", "-m", "shardwright.scripts.train", *request.train]],
         afterwards=[["ray", "job", "logs", "--follow", request.name], ["ray", "job", "stop", request.name]],
         notes=["the hosts need the packages of pip install -e '.[tpu]'; the code itself is sent to them"],
-        folders={
-            name.replace(".", "/"): Path(str(importlib.import_module(name).__file__)).parent for name in _PACKAGES
-        },
+        folders=sent_folders(),
     )

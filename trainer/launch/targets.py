@@ -28,7 +28,7 @@ TARGETS = {
     "xpk": LaunchTarget(xpk.plan, ("image", "cluster"), ("project", "zone", "mount", "spot")),
     "jobset": LaunchTarget(jobset.plan, ("image",), ("queue", "mount", "spot")),
     "skypilot": LaunchTarget(skypilot.plan, ("image",), ("zone", "mount", "spot"), by_size=True, one_slice=True),
-    "tpu-vm": LaunchTarget(tpu_vm.plan, ("image", "zone"), ("project", "mount", "spot"), by_size=True),
+    "tpu-vm": LaunchTarget(tpu_vm.plan, ("zone",), ("image", "project", "mount", "spot"), by_size=True),
     "ray": LaunchTarget(ray_job.plan),
 }
 _SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # options of some targets only
@@ -60,7 +60,7 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             why="a TPU VM mounts none by itself",
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
-    words, output_dir = check_train(train, mount, container=bool(target.needs))
+    words, output_dir = check_train(train, mount, container=bool(options.image))
     same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
     given = {key: value for key, value in same.items() if value is not None}
     return Request(**given | {"topology": topology, "train": words, "output_dir": output_dir, "mount": mount})

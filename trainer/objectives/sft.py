@@ -10,7 +10,7 @@ _ASKED = ("input", "system", "history", "chat_template_kwargs")
 MASKS = ("attention_mask", "completion_mask", "assistant_masks")
 _REFUSED = (*MEDIA, *KTO)
 SHAPES = (
-    RecordShape("messages", ("messages",), _RENDERED, _TURNS, refused=_REFUSED),
+    RecordShape("messages", ("messages",), ("system", *_RENDERED), _TURNS, refused=_REFUSED),
     RecordShape("conversations", ("conversations",), ("system", *_RENDERED), _TURNS, refused=_REFUSED),
     RecordShape(
         *("prompt/completion", ("prompt", "completion"), _RENDERED, "the completion", ("completion",)),

@@ -16,13 +16,20 @@ BAR = 30  # characters of the longest bar
 
 @dataclass(frozen=True)
 class Finding:
-    """``wrong``: it makes the audit fail. ``places``: (where, details) of the first of ``count``."""
+    """One kind of thing that was found.
+
+    Attributes:
+        wrong: it makes the audit fail.
+        places: (where, details) of the first of ``count``.
+        decide: the reader's choice, with the options for it; empty: there is none.
+    """
 
     name: str
     meaning: str
     wrong: bool
     count: int
     places: Sequence[tuple[str, str]]
+    decide: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,18 +51,26 @@ class AuditView:
     @property
     def verdict(self) -> str:
         wrong = sum(finding.count for finding in self.findings if finding.wrong)
-        return f"{wrong:,} {'place' if wrong == 1 else 'places'} would train wrongly" if wrong else "All is fine"
+        if wrong:
+            return f"{wrong:,} {'place' if wrong == 1 else 'places'} would train wrongly"
+        return "Nothing would train wrongly" + (", but look at what is for you to decide" if self.decisions else "")
+
+    @property
+    def decisions(self) -> list[str]:
+        """A line for each finding that leaves a choice to the reader."""
+        return [f"{each.name} ({each.count:,}): {each.decide}" for each in self.findings if each.decide]
 
 
 def print_audit(console: Console, view: AuditView) -> None:
+    colored = console.color_system is not None
     for where, pieces in view.samples:
         say(console, f"── {where}")
         text = Text()
         for piece, scored in pieces:
-            text.append(piece, style="bold green" if scored else "dim")
+            text.append(piece if colored or not scored else f"⟦{piece}⟧", style="bold green" if scored else "dim")
         console.print(text, soft_wrap=True)
     if view.samples:
-        console.print(Text("the loss is on what is green\n", style="green"))
+        console.print(Text(f"the loss is on what {'is green' if colored else 'stands in ⟦…⟧'}\n", style="green"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(view.header):
         table.add_column(title, justify="right" if number > 1 else "left", overflow="fold")
@@ -74,7 +89,10 @@ def print_audit(console: Console, view: AuditView) -> None:
             say(console, f"  {where}{': ' if found else ''}{found}")
         if finding.count > PLACES:
             say(console, f"  and {finding.count - PLACES:,} more")
-    console.print(Text(f"\n{view.verdict}", style="bold red" if view.wrong else "bold green"))
+    style = "bold red" if view.wrong else "bold yellow" if view.decisions else "bold green"
+    console.print(Text(f"\n{view.verdict}", style=style))
+    for line in view.decisions:
+        say(console, f"  {line}")
 
 
 def audit_page(view: AuditView) -> str:

@@ -29,7 +29,7 @@ from shardwright.xla.device_mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16  # libtpu would turn a reduce-scatter over all the chips of a torus into an all-reduce
 _LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter
-_MOST_EXCHANGE = 8  # over 64 chips the sums of the parts, ring after ring, take longer than is saved (docs/tpu.md)
+_MOST_EXCHANGE = 8  # over 64 chips the sums of the parts, ring after ring, take longer than is saved
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def layout_text(mesh: DeviceMesh, spec: PartitionSpec) -> str:
 
 @torch.library.custom_op("shardwright::constrain", mutates_args=())
 def _constrain(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    # Out of place: a parameter that is marked in place has a second copy in every step (pytorch/xla#8809, docs/tpu.md).
+    # Out of place: a parameter that is marked in place has a second copy in every step (pytorch/xla#8809).
     # Not `clone`: the clone of a device tensor is that tensor, and keeps its first annotation.
     out = torch.ops.aten.view_copy(tensor, tensor.shape)
     _XLAC._xla_mark_sharding(out, op_sharding(layout))

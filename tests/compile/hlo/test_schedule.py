@@ -257,7 +257,7 @@ def test_efficiencies_are_the_users_to_change() -> None:
 
 
 def test_the_docs_state_every_efficiency_and_its_source() -> None:
-    text = (ROOT / "docs" / "tpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
     assert all(f"| {kind} | {x.value:g} | {x.of} | {x.source} |" in text for kind, x in EFFICIENCIES.items())
 
 

@@ -4,7 +4,7 @@
   FLOPs over the peak.
 - Any other takes its bytes over the bandwidth, or the compiler's cycles if it moves nothing in the HBM. The cycles of
   operations that only move or map elements say several times as much; published step times agree with the bytes
-  (docs/tpu.md).
+  (docs/estimate.md).
 - A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
 - Asynchronous collectives use their network one after another, as scheduled; one that the compiler runs alone shares
   it with the one under way. Whatever is unsent when the schedule awaits it is time in which nothing is computed.

@@ -54,7 +54,7 @@ class Roofline:
     dcn: float
     # the compiler's cycles of matrix products, divided by the clock. Kernels and collectives have none, so kernels'
     # FLOPs over the peak and exposed bytes over the bandwidth of all links are added. Cycles of other operations are
-    # left out: they say several times the time (docs/tpu.md).
+    # left out: they say several times the time (docs/estimate.md).
     cycles: float
     bound: str  # name of the longest
     mfu_bound: float | None  # MFU at that time, if the model's FLOPs are known

@@ -26,9 +26,10 @@ _OF_ALL = ("seed", "data", "date")  # of a cursor: what is no place in the order
 class TrainingBatches:
     """Endless batches, epoch after epoch: ``input_ids``, ``labels`` and the rows' other columns, int64 [B, S].
 
-    Every row comes once an epoch. Rows that fill no batch at an epoch's end begin the first batch of the next. Labels
-    are those of the rows, else the inputs (transformers shifts them by one inside the loss); if documents are isolated,
-    the first token of each further document in a row has -100.
+    Every row comes once an epoch. Rows that fill no batch at an epoch's end begin the first batch of the next; stored
+    rows that fill no batch at all come several times in each. Labels are those of the rows, else the inputs
+    (transformers shifts them by one inside the loss); if documents are isolated, the first token of each further
+    document in a row has -100.
 
     A consumer that reads ahead calls ``state_dict()`` right after each ``next()`` and keeps it beside the batch: it is
     the cursor to store once that batch was trained on.
@@ -40,8 +41,8 @@ class TrainingBatches:
             length (`OrderByLength`). Empty, or S alone: none is cut.
         date: what a chat template wrote into the rows for today; cursors keep it.
 
-    Raises UserError if the rows don't fill one batch (a stream raises it from ``next()`` at its end), or
-    ``process_count`` does not divide ``batch_size``.
+    Raises UserError if ``process_count`` does not divide ``batch_size``, and, from ``next()``, at the end of a stream
+    that doesn't fill one batch.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ import numpy as np
 from shardwright.data.records.document_stream import DocumentStream, has_text, key_hash
 from shardwright.data.records.prefetch import ahead, stop_if_the_program_ends
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
-from shardwright.data.rows.rows import ROWS_AT_ONCE, count_in, too_few_rows
+from shardwright.data.rows.rows import ROWS_AT_ONCE, count_in
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import hosts
 
@@ -82,7 +82,13 @@ class StreamedRows:
                 yield Window(epoch, number, start, {name: values[order] for name, values in columns.items()})
                 rows, number, start = rows + count, number + 1, reader.place
             if rows < at_least:
-                raise too_few_rows(at_least, f"{self.documents.asked} ended after {rows} rows")
+                raise UserError(
+                    asked=f"a global batch of {at_least} rows",
+                    found=f"{self.documents.asked} ended after {rows} rows",
+                    why="they don't fill one batch",
+                    instead="no --streaming: stored rows come several times in a batch; or more data, a shorter "
+                    "--sequence_length, or a smaller --per_device_train_batch_size",
+                )
             epoch, number, start = epoch + 1, 0, StreamPosition(rest=reader.place.rest)
 
 

@@ -39,7 +39,7 @@ class Rows(Protocol):
         """The training order of the rows from ``cursor`` on; ``{"epoch": 0, "row": 0}`` is the start.
 
         Raises:
-            UserError: an epoch has fewer than ``batch_size`` rows; a stream's order raises this at the stream's end.
+            UserError: a stream of fewer than ``batch_size`` rows, at its end. Stored rows are repeated within a batch.
             KeyError, TypeError, ValueError: ``cursor`` does not come from an order of these rows.
         """
 
@@ -64,14 +64,11 @@ class Order(Protocol):
         """The place of the next row, JSON-able. The caller must not change it."""
 
 
-def too_few_rows(batch_size: int, found: str) -> UserError:
-    return UserError(
-        asked=f"a global batch of {batch_size} rows",
-        found=found,
-        why="they don't fill one batch",
-        instead="more data, a shorter --sequence_length, or a smaller --per_device_train_batch_size or "
-        "--gradient_accumulation_steps",
-    )
+def few_rows(rows: int, batch_size: int) -> str:
+    """The line of a run whose ``rows`` fill no batch."""
+    least, more = divmod(batch_size, rows)
+    times = f"{least} to {least + 1} times" if more else f"{least} times"
+    return f"{rows} {'row' if rows == 1 else 'rows'} for a batch of {batch_size}: each comes {times} in it"
 
 
 def count_in(cursor: Mapping[str, Any], name: str) -> int:
@@ -118,7 +115,7 @@ class StoredRows:
         return StoredRows(self.dataset.select(np.arange(most) * len(self) // most))
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StoredOrder:
-        return StoredOrder(self, seed, batch_size, cursor)
+        return StoredOrder(self, seed, cursor)
 
     def rows_to_count(self) -> Iterator[Columns]:
         return self._arrays.iter(ROWS_AT_ONCE)
@@ -131,9 +128,7 @@ class StoredRows:
 class StoredOrder:
     """All rows of a dataset, permuted anew each epoch; marks are their numbers."""
 
-    def __init__(self, rows: StoredRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
-        if len(rows) < batch_size:
-            raise too_few_rows(batch_size, f"{len(rows)} rows to train on")
+    def __init__(self, rows: StoredRows, seed: int, cursor: Mapping[str, Any]) -> None:
         self._rows, self._seed = rows, seed
         self._epoch, self._row = count_in(cursor, "epoch"), count_in(cursor, "row")
         if self._row >= len(rows):

@@ -71,9 +71,12 @@ def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
     system = values.get("system") or ""
     if not isinstance(system, str):
         raise BadRecord("system", f"a {type(system).__name__}, not text")
-    messages = [{"role": "system", "content": system}] if system else []
     column = next(name for name in ("prompt", "messages", "conversations") if name in values)
-    messages += _messages(column, values[column])
+    messages = _messages(column, values[column])
+    if system and messages[:1] != [{"role": "system", "content": system}]:
+        if messages and messages[0]["role"] == "system":
+            raise BadRecord("system", f"another text than its first message, which is a system's, in {column}")
+        messages.insert(0, {"role": "system", "content": system})
     first = len(messages) if column == "prompt" else 0
     if column == "prompt":
         messages += _messages(answer, values.get(answer))
