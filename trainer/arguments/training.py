@@ -97,6 +97,7 @@ class TrainingArguments(
         self._read_schedule()
         self.check_output()
         self._read_length()
+        self.goal.check()
 
     @property
     def goal(self) -> Objective:

@@ -99,12 +99,28 @@ class Number:
     why: str  # what kind of number it is, for a value that does not fit
 
 
+@dataclass(frozen=True)
+class Choice:
+    """An option in words that only some objectives have; each that has it has its own words. Unset it is None."""
+
+    known: tuple[str, ...]  # the words to choose from, the first by default; none: the objective checks what is given
+    help: str
+    several: bool = False  # whether there may be more than one, with commas between them
+
+    def read(self, value: str | None) -> tuple[str, ...]:
+        """The words of the option's value."""
+        if value is None:
+            return self.known[:1]
+        return tuple(word.strip() for word in value.split(",")) if self.several else (value,)
+
+
 class Objective:
     """An objective. An entry is a subclass with a title.
 
     Attributes:
         learns: the thing learned, in words.
-        numbers: its options by name.
+        numbers: its options that are numbers, by name.
+        words: its options in words, by name; each may have several.
         length: tokens of a row at most.
         shapes: the records that it reads, in the order in which they are recognised.
         parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
@@ -116,15 +132,22 @@ class Objective:
 
     title: ClassVar[str]
     learns: ClassVar[str]
-    options: ClassVar[Mapping[str, Number]] = {}
+    options: ClassVar[Mapping[str, Number | Choice]] = {}
     shapes: ClassVar[tuple[RecordShape, ...]]
     refuses: ClassVar[Mapping[str, str]] = {}
     parts: ClassVar[tuple[str, ...]] = ()
     logged: ClassVar[tuple[str, ...]] = ()
     reference: ClassVar[str | None] = None
 
-    def __init__(self, numbers: Mapping[str, float], length: int) -> None:
-        self.numbers, self.length = numbers, length
+    def __init__(self, values: Mapping[str, Any], length: int) -> None:
+        """``values`` of the options by name; one in words that is not among them has its default."""
+        choices = {name: option for name, option in self.options.items() if isinstance(option, Choice)}
+        self.numbers: Mapping[str, float] = {name: value for name, value in values.items() if name not in choices}
+        self.words = {name: option.read(values.get(name)) for name, option in choices.items()}
+        self.length = length
+
+    def check(self) -> None:
+        """Raise UserError if the values of the options, each good by itself, do not go together."""
 
     @classmethod
     def refusals(cls) -> dict[str, str]:
