@@ -43,6 +43,11 @@ class RecordShape:
     refused: tuple[str, ...] = ()  # columns that may tell that a record is of another kind
 
     @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
+        return False
+
+    @property
     def columns(self) -> tuple[str, ...]:
         return (*self.required, *self.optional, *self.refused)
 
@@ -140,10 +145,12 @@ class Objective:
     reference: ClassVar[str | None] = None
 
     def __init__(self, values: Mapping[str, Any], length: int) -> None:
-        """``values`` of the options by name; one in words that is not among them has its default."""
-        choices = {name: option for name, option in self.options.items() if isinstance(option, Choice)}
-        self.numbers: Mapping[str, float] = {name: value for name, value in values.items() if name not in choices}
-        self.words = {name: option.read(values.get(name)) for name, option in choices.items()}
+        """``values`` of the options by name; one that is not among them has its default."""
+        own = self.options.items()
+        self.numbers: Mapping[str, float] = {
+            name: values.get(name, option.default) for name, option in own if isinstance(option, Number)
+        }
+        self.words = {name: option.read(values.get(name)) for name, option in own if isinstance(option, Choice)}
         self.length = length
 
     def check(self) -> None:
@@ -158,6 +165,11 @@ class Objective:
     def groups(self) -> int | None:
         """The most records that share a row, where the loss tells its segments apart, as a dimension of its tensors."""
         return None
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
+        return False
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
