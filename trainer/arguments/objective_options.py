@@ -36,6 +36,9 @@ class ObjectiveChoice(Checked):
     mtp_loss_weight: float = option(
         MTP_WEIGHT, "The weight of that loss: 0.3 early in the pretraining of DeepSeek-V3 and GLM-4.5, later 0.1."
     )
+    neftune_noise_alpha: float | None = option(
+        None, "Add uniform noise of at most this / sqrt(tokens of a row * hidden size) to embeddings in training (5)."
+    )
 
     @property
     def entry(self) -> type[Objective]:
@@ -51,6 +54,7 @@ class ObjectiveChoice(Checked):
                 why="no MTP layer is trained",
                 instead=f"no --mtp_loss_weight, or --train_mtp --mtp_loss_weight {self.mtp_loss_weight}",
             )
+        self.at_least(0, "it is a size", "neftune_noise_alpha", instead=5)
         for name, (own, *_) in _OWN.items():
             value = getattr(self, name)
             if isinstance(own, Number):
@@ -89,6 +93,16 @@ class ObjectiveChoice(Checked):
                     why=why,
                     instead=f"no {name}, or --objective {DEFAULT}",
                 )
+        for name, own in self.entry.options.items():
+            if isinstance(own, Number) and (value := getattr(self, name)) != own.default:
+                for other in own.refuses:
+                    if given.get(other) not in (None, False):
+                        raise UserError(
+                            asked=f"{other} with --{name} {value}",
+                            found=f"--{name}, a part of the loss of --objective {self.objective}",
+                            why=own.refuses[other],
+                            instead=f"no --{name}, or no {other}",
+                        )
 
 
 def _default(option: Number | Choice) -> float | None:

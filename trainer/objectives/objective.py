@@ -5,7 +5,7 @@ Shape legend: B rows, S tokens in a row, V vocabulary.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardwright.files.folder_entries import Tensor
@@ -46,6 +46,11 @@ class RecordShape:
     def whole_batch(self) -> bool:
         """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
         return False
+
+    @property
+    def token_terms(self) -> tuple[float, float]:
+        """Label smoothing of the model's own loss while it trains, and the coefficient of a z-loss; 0: none."""
+        return 0.0, 0.0
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -102,6 +107,7 @@ class Number:
     help: str
     fits: Callable[[float], bool]
     why: str  # what kind of number it is, for a value that does not fit
+    refuses: Mapping[str, str] = field(default_factory=dict)  # what can't be combined with another value → why
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,11 @@ class Objective:
     def whole_batch(self) -> bool:
         """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
         return False
+
+    @property
+    def token_terms(self) -> tuple[float, float]:
+        """Label smoothing of the model's own loss while it trains, and the coefficient of a z-loss; 0: none."""
+        return 0.0, 0.0
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
