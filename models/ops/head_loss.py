@@ -18,8 +18,10 @@ from torch import Tensor
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Array, Axes, Manual, Spec, jax, jax_call, jnp, lax
 from shardwright.models.ops.operation import differentiate, operation
+from shardwright.models.ops.token_loss import TokenTerms
 
 CHUNK = 1024
+PLAIN = TokenTerms()
 
 
 @dataclass(frozen=True)
@@ -46,27 +48,34 @@ class TokenLayout:
         return (self.split if words % math.prod(dict(self.axes)[axis] for axis in self.split) == 0 else None, None)
 
 
-def head_loss(hidden_RSH: Tensor, head_VH: Tensor, targets_RS: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the scored targets' summed -log-probability (with gradients) and their top hits, both 0-d float32."""
-    loss, hits, _ = _loss([hidden_RSH, head_VH, targets_RS], as_text(layout))
-    return loss, hits
+def head_loss(
+    hidden_RSH: Tensor, head_VH: Tensor, targets_RS: Tensor, layout: TokenLayout, terms: TokenTerms = PLAIN
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scored targets' summed loss (with gradients) and top hits, 0-d float32, and logsumexps [R, S]."""
+    loss, hits, logsumexp = _loss([hidden_RSH, head_VH, targets_RS], as_text((layout, terms)))
+    return loss, hits, logsumexp.detach()
 
 
 @operation("head_loss", lambda t, _: [t[0].new_empty(s, dtype=torch.float32) for s in ((), (), t[2].shape)])
 def _loss(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     """Map hidden, head and targets to the loss, the hits and each token's logsumexp."""
-    layout: TokenLayout = from_text(text)
+    layout, terms = _read(text)
     manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), (), layout.tokens), layout.order)
-    return jax_call(_forward, *tensors, manual=manual, layout=layout)
+    return jax_call(_forward, *tensors, manual=manual, layout=layout, terms=terms)
 
 
 @operation("head_loss_backward", lambda tensors, _: [t.new_empty(t.shape) for t in tensors[2:4]])
 def _loss_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     """Map the loss's gradient, logsumexps, hidden, head and targets to the gradients of hidden and head."""
-    layout: TokenLayout = from_text(text)
+    layout, terms = _read(text)
     inputs = ((), layout.tokens, layout.tokens, (), layout.tokens)
     manual = Manual(layout.axes, inputs, (layout.tokens, layout.head(len(tensors[3]))), layout.order)
-    return jax_call(_backward, *tensors, manual=manual, layout=layout)
+    return jax_call(_backward, *tensors, manual=manual, layout=layout, terms=terms)
+
+
+def _read(text: str) -> tuple[TokenLayout, TokenTerms]:
+    layout, terms = from_text(text)
+    return layout, terms
 
 
 differentiate(
@@ -76,13 +85,21 @@ differentiate(
 )
 
 
-def _forward(hidden: Array, head: Array, targets: Array, *, layout: TokenLayout) -> tuple[Array, Array, Array]:
+def _forward(
+    hidden: Array, head: Array, targets: Array, *, layout: TokenLayout, terms: TokenTerms
+) -> tuple[Array, Array, Array]:
     def chunk(x: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         logits_CV, own_CV, scored_C = _scored(x[0], head, x[1], layout)
         logsumexp_C = jax.nn.logsumexp(logits_CV, -1)
         own_C = jnp.where(own_CV, logits_CV, 0).sum(-1)
         hits_C = scored_C & (own_C >= logits_CV.max(-1))
-        losses_C = jnp.where(scored_C, logsumexp_C - own_C, 0)
+        expected_C = own_C  # the logit that the loss wants high
+        if terms.smoothing:
+            expected_C = (1 - terms.smoothing) * own_C + terms.smoothing * logits_CV.mean(-1)
+        losses_C = logsumexp_C - expected_C
+        if terms.z:
+            losses_C = losses_C + terms.z * jnp.square(logsumexp_C)
+        losses_C = jnp.where(scored_C, losses_C, 0)
         return losses_C.sum(), hits_C.astype(jnp.float32).sum(), logsumexp_C
 
     losses_N, hits_N, logsumexp_NC = lax.map(chunk, _chunks(layout, hidden, targets))
@@ -92,14 +109,26 @@ def _forward(hidden: Array, head: Array, targets: Array, *, layout: TokenLayout)
 
 
 def _backward(
-    grad: Array, logsumexp: Array, hidden: Array, head: Array, targets: Array, *, layout: TokenLayout
+    grad: Array,
+    logsumexp: Array,
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    *,
+    layout: TokenLayout,
+    terms: TokenTerms,
 ) -> tuple[Array, Array]:
     precision = _precision(hidden)
 
     def chunk(grad_head_VH: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
         hidden_CH, targets_C, logsumexp_C = x
         logits_CV, own_CV, scored_C = _scored(hidden_CH, head, targets_C, layout)
-        off_CV = jnp.exp(logits_CV - logsumexp_C[:, None]) - own_CV
+        softmax_CV, expected_CV = jnp.exp(logits_CV - logsumexp_C[:, None]), own_CV
+        if terms.z:
+            softmax_CV = softmax_CV * (1 + 2 * terms.z * logsumexp_C)[:, None]
+        if terms.smoothing:
+            expected_CV = (1 - terms.smoothing) * own_CV + terms.smoothing / len(head)
+        off_CV = softmax_CV - expected_CV
         grads_CV = (off_CV * jnp.where(scored_C, grad, 0)[:, None]).astype(hidden.dtype)
         more = lax.dot_general(grads_CV, hidden_CH, (((0,), (0,)), ((), ())), precision, jnp.float32)
         grad_hidden = lax.dot_general(grads_CV, head, (((1,), (0,)), ((), ())), precision, jnp.float32)

@@ -29,7 +29,7 @@ _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 # the least that passes BigCrush; on a TPU the masks take two thirds of the cycles of 20 rounds
 _ROUNDS = 13
 # the second word of the counter that derives a key: the key's purpose
-_FOR_SITE, _FOR_LAYER = 0, 1
+_FOR_SITE, _FOR_LAYER, _FOR_ROW = 0, 1, 2
 
 
 def key_of(text: str) -> list[int]:
@@ -41,6 +41,19 @@ def key_of(text: str) -> list[int]:
 def layer_keys(key: Tensor, first: int, count: int) -> Tensor:
     """Derive the keys of layers ``first``, ``first + 1``, …, int32 [count, 2], from the model's ``key``."""
     return _call(_layer_keys, key, first=first, count=count)
+
+
+def row_keys(key: Tensor, count: int) -> Tensor:
+    """Derive the keys of the ``count`` rows of a step's batch, int32 [count, 2], from the step's ``key``."""
+    return _call(_row_keys, key, count=count)
+
+
+def row_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Float32 noise, uniform over the multiples of 2**-23 in [-1, 1): for each row's key [B, 2] its own.
+
+    ``positions``, integers [B, S], are those of the row's tokens, ``width`` numbers for each: [B, S, width].
+    """
+    return _call(_row_noise, keys, positions, width=width)
 
 
 @operation("dropout", lambda x, *_: x.new_empty(x.shape))
@@ -83,6 +96,18 @@ def _call(function: Callable[..., Any], *tensors: Tensor, **static: Any) -> Tens
 def _layer_keys(key: Array, *, first: int, count: int, xp: Any = jnp) -> Array:
     layers = first + xp.arange(count, dtype=xp.uint32)
     return xp.stack(_threefry(key, layers, xp.full_like(layers, _FOR_LAYER), xp), axis=1).astype(xp.int32)
+
+
+def _row_keys(key: Array, *, count: int, xp: Any = jnp) -> Array:
+    rows = xp.arange(count, dtype=xp.uint32)
+    return xp.stack(_threefry(key, rows, xp.full_like(rows, _FOR_ROW), xp), axis=1).astype(xp.int32)
+
+
+def _row_noise(keys: Array, positions: Array, *, width: int, xp: Any = jnp) -> Array:
+    words = xp.moveaxis(keys, 1, 0)[:, :, None, None]
+    columns = xp.arange(width, dtype=xp.uint32)
+    (bits,) = _threefry(words, positions.astype(xp.uint32)[..., None], columns, xp)[0]
+    return (bits >> 8).astype(xp.float32) * np.float32(2**-23) - 1
 
 
 def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jnp) -> Array:

@@ -58,16 +58,34 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine",
 OPTIONS |= {"weight_decay": 0.01, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 1.0}
 OURS: dict[str, Any] = {"sequence_length": LENGTH, "logging_steps": 1, "save_strategy": "no", "eval_on_start": False}
 OURS |= {"max_eval_rows": 8}
-# objective → its numbers, under trl's names
-PREFERENCES: dict[str, dict[str, float]] = {
+# objective → its options, under trl's names
+PREFERENCES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3},
     "ipo": {"beta": 0.2},
     "orpo": {"beta": 0.5},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.8},
 }
+# further loss types of dpo; beta is so large that they bend within 20 steps
+LOSS_TYPES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")},
+    **{name: {} for name in ("aot", "aot_unpaired", "sft", "sigmoid_norm")},
+    "exo_pair": {"label_smoothing": 0.001},
+    "robust": {"label_smoothing": 0.1},
+    "sigmoid,bco_pair,sft": {"loss_weights": "0.8,0.2,1.0"},
+}
+DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 
 
 def cases() -> Iterator[tuple[str, Case]]:
+    yield from _objectives()
+    full = dict(_objectives())["dpo llama full packed"]
+    for name, options in LOSS_TYPES.items():
+        yield f"dpo {name} llama full packed", full | {"numbers": {"beta": 0.3, "loss_type": name, **options}}
+    for name in DIVERGENCES:
+        yield f"dpo {name} llama full packed", full | {"numbers": {"beta": 0.3, "f_divergence_type": name}}
+
+
+def _objectives() -> Iterator[tuple[str, dict[str, Any]]]:
     tuned = itertools.product(["sft"], CONFIGS, (False, True), (True, False))
     preferring = itertools.product(PREFERENCES, CONFIGS, (False, True), [True])
     for objective, family, lora, packed in (*tuned, *preferring):

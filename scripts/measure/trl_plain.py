@@ -94,7 +94,12 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
             found.append({"loss": loss.item(), **{name: float(value) for name, value in last.items()}})
             return loss
 
-    options = {**OPTIONS, **case["options"], **options, **case["numbers"]}
+    numbers = dict(case["numbers"])
+    if "loss_type" in numbers:  # trl's option is a list
+        numbers["loss_type"] = numbers["loss_type"].split(",")
+    if "loss_weights" in numbers:
+        numbers["loss_weights"] = [float(word) for word in numbers["loss_weights"].split(",")]
+    options = {**OPTIONS, **case["options"], **options, **numbers}
     coefficient = "router_aux_loss_coef"
     if coefficient in case["config"]:
         model.config.output_router_logits = True

@@ -97,6 +97,14 @@ class TrainingArguments(
         self._read_schedule()
         self.check_output()
         self._read_length()
+        self.goal.check()
+        if self.goal.whole_batch and (count := self.gradient_accumulation_steps) > 1:
+            raise UserError(
+                asked=f"--gradient_accumulation_steps {count} with the objective {self.objective}",
+                found=f"--loss_type {self.loss_type}, a loss of all pairs of a micro-batch together",
+                why="micro-batches of another size would give another loss",
+                instead="--gradient_accumulation_steps 1, and a larger --per_device_train_batch_size or more devices",
+            )
 
     @property
     def goal(self) -> Objective:

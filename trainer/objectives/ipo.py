@@ -1,15 +1,18 @@
-"""IPO (arXiv:2310.12036), per token, as its authors run it."""
+"""IPO (arXiv:2310.12036): :class:`DPO` with the loss type ``ipo``."""
 
-from shardwright.objectives.objective import Tensor
-from shardwright.objectives.pairs import PairObjective
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from shardwright.objectives.dpo import DPO
+from shardwright.objectives.pairs import BETA
 
 
-class IPO(PairObjective):
+class IPO(DPO):
     """The margin of DPO, per token, shall be 1 / (2 tau), no more."""
 
     title = "IPO"
-    reference = "reference"
-    per_token = True
+    options: ClassVar = {"beta": BETA}
 
-    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return (chosen - rejected - 1 / (2 * self.numbers["beta"])).square()
+    def __init__(self, values: Mapping[str, Any], length: int) -> None:
+        dpo = DPO({**values, "loss_type": "ipo"}, length)
+        self.numbers, self.words, self.length = dpo.numbers, dpo.words, length

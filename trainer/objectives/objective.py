@@ -5,7 +5,7 @@ Shape legend: B rows, S tokens in a row, V vocabulary.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardwright.files.folder_entries import Tensor
@@ -41,6 +41,16 @@ class RecordShape:
     unit: str = "sample"  # the word for one of it
     words: str = ""  # the columns as an error names them; empty: the required ones
     refused: tuple[str, ...] = ()  # columns that may tell that a record is of another kind
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
+        return False
+
+    @property
+    def token_terms(self) -> tuple[float, float]:
+        """Label smoothing of the model's own loss while it trains, and the coefficient of a z-loss; 0: none."""
+        return 0.0, 0.0
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -97,6 +107,22 @@ class Number:
     help: str
     fits: Callable[[float], bool]
     why: str  # what kind of number it is, for a value that does not fit
+    refuses: Mapping[str, str] = field(default_factory=dict)  # what can't be combined with another value → why
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option in words that only some objectives have; each that has it has its own words. Unset it is None."""
+
+    known: tuple[str, ...]  # the words to choose from, the first by default; none: the objective checks what is given
+    help: str
+    several: bool = False  # whether there may be more than one, with commas between them
+
+    def read(self, value: str | None) -> tuple[str, ...]:
+        """The words of the option's value."""
+        if value is None:
+            return self.known[:1]
+        return tuple(word.strip() for word in value.split(",")) if self.several else (value,)
 
 
 class Objective:
@@ -104,7 +130,8 @@ class Objective:
 
     Attributes:
         learns: the thing learned, in words.
-        numbers: its options by name.
+        numbers: its options that are numbers, by name.
+        words: its options in words, by name; each may have several.
         length: tokens of a row at most.
         shapes: the records that it reads, in the order in which they are recognised.
         parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
@@ -116,15 +143,24 @@ class Objective:
 
     title: ClassVar[str]
     learns: ClassVar[str]
-    options: ClassVar[Mapping[str, Number]] = {}
+    options: ClassVar[Mapping[str, Number | Choice]] = {}
     shapes: ClassVar[tuple[RecordShape, ...]]
     refuses: ClassVar[Mapping[str, str]] = {}
     parts: ClassVar[tuple[str, ...]] = ()
     logged: ClassVar[tuple[str, ...]] = ()
     reference: ClassVar[str | None] = None
 
-    def __init__(self, numbers: Mapping[str, float], length: int) -> None:
-        self.numbers, self.length = numbers, length
+    def __init__(self, values: Mapping[str, Any], length: int) -> None:
+        """``values`` of the options by name; one that is not among them has its default."""
+        own = self.options.items()
+        self.numbers: Mapping[str, float] = {
+            name: values.get(name, option.default) for name, option in own if isinstance(option, Number)
+        }
+        self.words = {name: option.read(values.get(name)) for name, option in own if isinstance(option, Choice)}
+        self.length = length
+
+    def check(self) -> None:
+        """Raise UserError if the values of the options, each good by itself, do not go together."""
 
     @classmethod
     def refusals(cls) -> dict[str, str]:
@@ -135,6 +171,16 @@ class Objective:
     def groups(self) -> int | None:
         """The most records that share a row, where the loss tells its segments apart, as a dimension of its tensors."""
         return None
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
+        return False
+
+    @property
+    def token_terms(self) -> tuple[float, float]:
+        """Label smoothing of the model's own loss while it trains, and the coefficient of a z-loss; 0: none."""
+        return 0.0, 0.0
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:

@@ -1,16 +1,20 @@
 """ORPO (arXiv:2403.07691); its first term is, as in its authors' code, on the chosen answer's prompt too."""
 
 from shardwright.objectives.objective import Tensor
-from shardwright.objectives.pairs import PairObjective, log_sigmoid
+from shardwright.objectives.pairs import PairObjective, Pairs, log_sigmoid
 
 
 class ORPO(PairObjective):
     """The chosen answer's tokens are learned, and its odds shall be higher than the rejected one's."""
 
     title = "ORPO"
-    on_chosen = True
 
-    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    @property
+    def chosen_weight(self) -> float:
+        return 1.0
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        chosen, rejected = pairs.answers
         return -self.numbers["beta"] * log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from shardwright.objectives.objective import Number, Tensor
-from shardwright.objectives.pairs import BETA, PairObjective, log_sigmoid
+from shardwright.objectives.pairs import BETA, PairObjective, Pairs, log_sigmoid
 
 
 class SimPO(PairObjective):
@@ -20,5 +20,5 @@ class SimPO(PairObjective):
         ),
     }
 
-    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -log_sigmoid(self.numbers["beta"] * (chosen - rejected) - self.numbers["simpo_gamma"])
+    def losses(self, pairs: Pairs) -> Tensor:
+        return -log_sigmoid(self.numbers["beta"] * pairs.margin - self.numbers["simpo_gamma"])

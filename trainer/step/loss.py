@@ -16,18 +16,20 @@ from shardwright.errors import UserError
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses
 from shardwright.models.layers import side_outputs
+from shardwright.models.layers.embedding_noise import ROW_KEYS, noisy_embeddings
 from shardwright.models.layers.layer_inputs import LoopChanged
 from shardwright.models.layers.mtp_loss import predicting
 from shardwright.models.ops import partial_gradients, randomness
 from shardwright.models.ops.labels import IGNORE, targets
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.models.ops.token_loss import TokenTerms, token_loss, z_losses
 from shardwright.models.ops.torch_overrides import LocalOps
 from shardwright.objectives.objective import Objective
 from shardwright.step.gradient_reduction import PartialGradient
 from shardwright.step.split_rows import RowPieces
 
 CORRECT = "correct_tokens"
-MTP_LOSS = "mtp_loss"
+MTP_LOSS, Z_LOSS = "mtp_loss", "z_loss"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -50,16 +52,21 @@ class Loss:
     compute: LossFunction | None  # the caller's own loss, in place of the model's; traced too
     mtp_weight: float | None  # of the loss of its MTP layers while training; None: it has none
     pieces: RowPieces | None  # how the tokens of a row lie on the devices that share it; None: they have whole rows
+    noise: float = 0.0  # NEFTune's alpha, for batches with `embedding_noise.ROW_KEYS`
 
     def __post_init__(self) -> None:
+        terms = self.objective.token_terms
+        self.terms = TokenTerms(*terms) if any(terms) else None  # of the loss of tokens, while training
+        self._in_chunks = False  # whether the loss of tokens is that of `models.ops.head_loss` right now
         self.draws = False  # whether the model has drawn random numbers in training so far
         self._plain_head = True  # False once the model is seen to use the logits for more than the loss
         self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
 
     @property
     def logged(self) -> tuple[str, ...]:
-        """Names of the values that are logged beside the loss: the objective's, and the MTP layers' loss."""
-        return self.objective.logged + (() if self.mtp_weight is None else (MTP_LOSS,))
+        """Names of the values that are logged beside the loss: the objective's, the MTP layers' loss, the z-loss."""
+        further = (MTP_LOSS, self.mtp_weight is not None), (Z_LOSS, self.terms and self.terms.z)
+        return self.objective.logged + tuple(name for name, has in further if has)
 
     def __call__(
         self,
@@ -85,7 +92,8 @@ class Loss:
         caller's loss returns no 0-d float tensor.
         """
         length, whole = batch["input_ids"].shape[1], batch
-        batch = {name: tensor for name, tensor in batch.items() if name not in self.objective.columns}
+        terms, keys = self.terms if training else None, batch.get(ROW_KEYS)
+        batch = {name: tensor for name, tensor in batch.items() if name not in (ROW_KEYS, *self.objective.columns)}
         if self.pieces is not None:
             batch = self.pieces.inputs({name: t for name, t in batch.items() if name != "labels"}, length)
             batch["labels"] = self.pieces.targets(targets(whole["labels"]), IGNORE)
@@ -109,12 +117,14 @@ class Loss:
         def forward() -> tuple[Any, dict[str, list[Tensor]]]:
             predicts = training and self.mtp_weight is not None
             mtp = predicting(self.model, whole, tokens) if predicts else contextlib.nullcontext(list[Tensor]())
-            with self._with_objective(whole, tokens, measured), mtp as losses:
+            noise = contextlib.nullcontext() if keys is None else self._noisy(keys, whole["input_ids"])
+            with self._with_objective(whole, tokens, measured, terms), mtp as losses, noise:
                 found = self._forward(parameters, inputs, real, random_key, training=training)
             further[:] = losses
             return found
 
-        output, recorded = self._without_logits(forward, counted) if by_counts or measure is None else forward()
+        without_logits = by_counts or measure is None
+        output, recorded = self._without_logits(forward, terms, counted, measured) if without_logits else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
         if self.pieces is not None and not counted and (measure is not None or self.compute is not None):
@@ -199,15 +209,24 @@ class Loss:
             )
         return loss
 
+    def _noisy(self, keys: Tensor, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
+        length = tokens.shape[1]
+        places = torch.arange(length, device=tokens.device).expand(tokens.shape)
+        places = places[:1] if self.pieces is None else self.pieces.places(places)
+        return noisy_embeddings(self.model, self.noise, keys, places, length)
+
     @contextlib.contextmanager
-    def _with_objective(self, batch: Tensors, counts: Tensor, measured: Tensors) -> Iterator[None]:
+    def _with_objective(
+        self, batch: Tensors, counts: Tensor, measured: Tensors, terms: TokenTerms | None
+    ) -> Iterator[None]:
         """Inside, the model computes the objective in place of the loss of tokens, and adds its router loss as ever.
 
-        With rows in pieces the loss of tokens is replaced too: its labels are targets. The objective's values go to
-        ``measured``. Raises UserError if the model has a loss that can't be replaced.
+        With rows in pieces the loss of tokens is replaced too: its labels are targets. Likewise with further ``terms``.
+        The objective's values, and those of terms, go to ``measured``. Raises UserError if the model has a loss that
+        can't be replaced.
         """
         objective, pieces, calls = self.objective, self.pieces, 0
-        if self.compute is not None or not (objective.parts or pieces):
+        if self.compute is not None or not (objective.parts or pieces or terms):
             yield
             return
         own = self.model.loss_function
@@ -216,7 +235,11 @@ class Loss:
             nonlocal calls
             calls += 1
             if not objective.parts:
-                return own(logits, labels, *args, **{**kwargs, "shift_labels": labels})
+                if terms is None or self._in_chunks:
+                    return own(logits, labels, *args, **{**kwargs, "shift_labels": labels})
+                found_loss, z_loss = token_loss(logits, targets(labels) if pieces is None else labels, counts, terms)
+                measured.update({Z_LOSS: z_loss} if terms.z else {})
+                return found_loss
             whole = logits if pieces is None else pieces.restored(logits, batch["labels"].shape[1])
             found = objective.loss(whole, batch, counts)
             measured.update(found)
@@ -225,8 +248,11 @@ class Loss:
         with _loss_function(self.model, loss):
             yield
         if calls != 1:
-            what = f"the loss of {objective.title}" if objective.parts else "split rows"
-            other = "--objective sft" if objective.parts else "whole rows"
+            what, other = "split rows", "whole rows"
+            if objective.parts:
+                what, other = f"the loss of {objective.title}", "--objective sft"
+            elif terms:
+                what, other = "label smoothing or a z-loss", "no --label_smoothing_factor and no --z_loss"
             raise UserError(
                 asked=f"{what} with {type(self.model).__name__}",
                 found=f"a forward that calls its loss function {calls} times",
@@ -234,11 +260,13 @@ class Loss:
                 instead=f"a model such as llama or mixtral, or {other}",
             )
 
-    def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
-        """Run ``forward``; where rows are in pieces, compute the loss of tokens without whole logits.
+    def _without_logits(
+        self, forward: Callable[[], Any], terms: TokenTerms | None, counted: Tensors, measured: Tensors
+    ) -> Any:
+        """Run ``forward``; where rows are in pieces, compute the loss of tokens, with ``terms``, without whole logits.
 
         It can do so only if the model makes nothing but the loss of its logits, which the first trace tells. Then
-        ``counted`` gets the number of scored targets with the highest logit.
+        ``counted`` gets the number of scored targets with the highest logit, and ``measured`` the value of a term.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
@@ -256,10 +284,13 @@ class Loss:
             tokens = kwargs.get("num_items_in_batch")
             if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
                 raise _HeadInUse
-            total, counted[CORRECT] = pieces.head_loss(logits, head.weight, labels, IGNORE)
+            total, hits, logsumexps = pieces.head_loss(logits, head.weight, labels, IGNORE, terms or TokenTerms())
+            counted[CORRECT] = hits
+            if terms and terms.z:
+                measured[Z_LOSS] = z_losses(logsumexps, labels).sum() / tokens
             return total / tokens
 
-        vars(head)["forward"] = keep
+        vars(head)["forward"], self._in_chunks = keep, True
         try:
             with _loss_function(self.model, loss):
                 return forward()
@@ -267,6 +298,7 @@ class Loss:
             self._plain_head = False
         finally:
             del vars(head)["forward"]
+            self._in_chunks = False
         return forward()
 
 

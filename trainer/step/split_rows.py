@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from shardwright.models.attention.pieces import from_pieces, to_pieces
 from shardwright.models.ops.head_loss import TokenLayout, head_loss
+from shardwright.models.ops.token_loss import TokenTerms
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, device_order
 
@@ -45,16 +46,22 @@ class RowPieces:
     def targets(self, targets: Tensor, ignored: int) -> Tensor:
         return self._cut(targets, -targets.shape[1] % (2 * self.count), ignored)
 
+    def places(self, places: Tensor) -> Tensor:
+        """Places [rows, S] in a row's own order, in pieces."""
+        return self._cut(places, -places.shape[1] % (2 * self.count))
+
     def restored(self, logits: Tensor, length: int) -> Tensor:
         """The model's logits of rows of ``length`` tokens, in a row's own order: [rows, S, V]."""
         whole = from_pieces(logits, self.count, 1)
         return sharding.constrain(whole, self.mesh, (self.batch_axes or None, self.axis, None))[:, :length]
 
-    def head_loss(self, hidden: Tensor, head: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-        """The loss of ``targets`` [rows, S], in pieces, summed, from the ``hidden`` input of ``head``; and the hits."""
+    def head_loss(
+        self, hidden: Tensor, head: Tensor, targets: Tensor, ignored: int, terms: TokenTerms
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `models.ops.head_loss` of ``targets`` [rows, S], in pieces, from the ``hidden`` input of ``head``."""
         axes = tuple(self.mesh.shape().items())
         layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
-        return head_loss(hidden, head, targets, layout)
+        return head_loss(hidden, head, targets, layout, terms)
 
     def _cut(self, rows: Tensor, rest: int, value: int = 0) -> Tensor:
         cut = to_pieces(pad(rows, (0, rest), value=value), self.count, 1)

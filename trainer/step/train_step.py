@@ -16,6 +16,7 @@ from shardwright.files.arrays import Array, Stack
 from shardwright.job import Job
 from shardwright.layout.partition import PartitionSpec
 from shardwright.layout.plan import ParameterPlan
+from shardwright.models.layers.embedding_noise import ROW_KEYS
 from shardwright.models.ops import random_bits, scopes
 from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
@@ -207,7 +208,7 @@ class TrainStep:
 
     def loss_and_gradients(self, batch: Tensors, random_keys: Tensor) -> tuple[Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as parameters (none outside the loss), metrics of [rows, micro-batches, ...]."""
-        count = self.accumulation
+        count, batch = self.accumulation, self._with_row_keys(batch, random_keys)
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
         # and an auxiliary loss, which is a mean already, is averaged. Other objectives' counts weigh equally too.
         tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # so that the loss of no tokens is 0, not 0/0
@@ -244,6 +245,15 @@ class TrainStep:
         # counts add up, and a loss is averaged
         recorded = {name: t.mean() if t.dim() == 1 else t.sum(0) for name, t in recorded.items()}
         return loss, gradients, totals(recorded)
+
+    def _with_row_keys(self, batch: Tensors, random_keys: Tensor) -> Tensors:
+        """``batch`` [rows, micro-batches, ...] with a key for each row, if its embeddings get noise."""
+        if not self.loss.noise:
+            return batch
+        shape = batch["labels"].shape[:2]
+        # of the first micro-batch's key alone, so that the noise of a row is the same in micro-batches of any size
+        keys = random_bits.row_keys(random_keys[0], shape.numel()).view(*shape, 2)
+        return {**batch, ROW_KEYS: sharding.constrain(keys, self.mesh, batch_spec(3, self.placed.batch_axes))}
 
     def _fold_micro_batches(
         self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: Tensor
