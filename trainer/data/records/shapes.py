@@ -97,5 +97,5 @@ def _fits(column: str, feature: Any) -> bool:
         return True
     kind = getattr(feature, "dtype", "")
     if column in KTO:
-        return kind == "bool" or "int" in kind
+        return kind == "bool" or kind.startswith(("int", "uint"))
     return column != "input_ids" and kind in ("string", "large_string")
