@@ -14,6 +14,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import make_plan
 from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import load_config
+from shardwright.objectives import OBJECTIVES
 from shardwright.report.units import size
 from tests.support.paths import ROOT
 
@@ -28,7 +29,17 @@ PAGES = {
 }
 SOURCES = [path for folder in ("trainer", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
 # options of other programs in our commands, and one that is misspelt on purpose
-FOREIGN = {"enable_lora", "lora_modules", "no_deps", "python", "restart_on_exit_codes", "tag", "worker", "xla_backend_optimization_level", "learning_rat"}
+FOREIGN = {
+    "enable_lora",
+    "learning_rat",
+    "lora_modules",
+    "no_deps",
+    "python",
+    "restart_on_exit_codes",
+    "tag",
+    "worker",
+    "xla_backend_optimization_level",
+}
 # the published model that each recipe's docstring names → its config
 NAMED = {
     "DeepSeek-V3": "deepseek_v3",
@@ -76,7 +87,8 @@ def options_in(text: str, mark: str) -> set[str]:
 
 def test_options_are_those_of_a_command() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    known = options_in(code, '"') | set(re.findall(r"^    (\w+): .*= (?:option|field|_adamw)\(", code, re.MULTILINE))
+    known = {name for entry in OBJECTIVES.values() for name in entry.options} | options_in(code, '"')
+    known |= set(re.findall(r"^    (\w+): .*= (?:option|field|_adamw)\(", code, re.MULTILINE))
     for name, page in PAGES.items():
         assert options_in(page, r"(?<![\w-])") - known - FOREIGN == set(), name
 

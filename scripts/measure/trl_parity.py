@@ -34,7 +34,7 @@ from shardwright.data.rows.batches import TrainingBatches
 
 PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
-MARGIN = "rewards/margins"
+MARGINS = ("rewards/margins", "kl")
 Case = Mapping[str, Any]
 Samples = list[dict[str, Any]]
 Steps = Sequence[Mapping[str, Any]]
@@ -58,12 +58,16 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine",
 OPTIONS |= {"weight_decay": 0.01, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 1.0}
 OURS: dict[str, Any] = {"sequence_length": LENGTH, "logging_steps": 1, "save_strategy": "no", "eval_on_start": False}
 OURS |= {"max_eval_rows": 8}
-# objective → its options, under trl's names
+WEIGHTS = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.6}
+# objective, or a kind of case → its options, under trl's names
 PREFERENCES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3},
     "ipo": {"beta": 0.2},
     "orpo": {"beta": 0.5},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.8},
+    "kto": WEIGHTS,
+    "apo_zero_unpaired": {**WEIGHTS, "loss_type": "apo_zero_unpaired"},
+    "hh": {"beta": 0.3},  # whole transcripts, as HH-RLHF has them: each side finds the prompt itself
 }
 # further loss types of dpo; beta is so large that they bend within 20 steps
 LOSS_TYPES: dict[str, dict[str, Any]] = {
@@ -74,6 +78,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
     "sigmoid,bco_pair,sft": {"loss_weights": "0.8,0.2,1.0"},
 }
 DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
+OBJECTIVE_OF = {"apo_zero_unpaired": "kto", "hh": "dpo"}  # of kinds that are no objective
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -88,20 +93,21 @@ def cases() -> Iterator[tuple[str, Case]]:
 def _objectives() -> Iterator[tuple[str, dict[str, Any]]]:
     tuned = itertools.product(["sft"], CONFIGS, (False, True), (True, False))
     preferring = itertools.product(PREFERENCES, CONFIGS, (False, True), [True])
-    for objective, family, lora, packed in (*tuned, *preferring):
-        if lora and objective in ("orpo", "simpo"):
+    for kind, family, lora, packed in (*tuned, *preferring):
+        if lora and kind in ("orpo", "simpo"):
             continue
-        name = f"{objective} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}"
+        name = f"{kind} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}"
         yield (
             name,
             {
                 "family": family,
                 "config": CONFIGS[family],
-                "objective": objective,
+                "kind": kind,
+                "objective": OBJECTIVE_OF.get(kind, kind),
                 "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
                 "packed": packed,
                 "options": OPTIONS,
-                "numbers": PREFERENCES.get(objective, {}),
+                "numbers": PREFERENCES.get(kind, {}),
             },
         )
 
@@ -126,7 +132,7 @@ def _plain(what: str, folder: Path) -> None:
         raise SystemExit(f"{PLAIN.name} {what}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
-def _records(case: Case) -> Iterator[dict[str, str]]:
+def _records(case: Case) -> Iterator[dict[str, Any]]:
     """Prompts and completions, or pairs, of random letters; unpacked, some are as long as a row and most shorter."""
     rng = np.random.default_rng(0)
 
@@ -140,6 +146,12 @@ def _records(case: Case) -> Iterator[dict[str, str]]:
         prompt, answer = words(asked), words(length - asked)
         if case["objective"] == "sft":
             yield {"prompt": prompt, "completion": answer}
+        elif case["objective"] == "kto":
+            # so short that an answer and a mismatched one fit into a row with their prompt
+            yield {"prompt": prompt[:30], "completion": answer[:30], "label": bool(rng.random() < 0.6)}
+        elif case["kind"] == "hh":
+            asked_for = f"\n\nHuman: {prompt[:20]}\n\nAssistant:"
+            yield {name: f"{asked_for} {words(int(rng.integers(1, 20)))}" for name in ("chosen", "rejected")}
         else:
             most = min(30, LENGTH - length - asked - 2)  # pairs must fit into a row: trl ends cut ones too
             yield {"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, most)))}
@@ -165,31 +177,52 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     entries = [entry for entry in done.state.log_history if "loss" in entry]
     rows = TrainingBatches(done.corpus.train, done.job.rows, args.seed, 0, 1, done.job.row_lengths)
     taken = list(itertools.islice(rows, STEPS))
-    batches = [_samples(batch) for batch in taken]
-    if case["objective"] != "sft":
-        batches = [_pairs(samples, case["objective"]) for samples in batches]
+    segments = [[*_segments(batch)] for batch in taken]
+    batches = [[sample for _, sample in each] for each in segments]
+    if case["objective"] == "kto":
+        batches = [_examples(each, len(args.goal.segments)) for each in segments]
+    elif case["objective"] != "sft":
+        batches = [_pairs(samples, case["kind"]) for samples in batches]
     used = sum(int((batch["segment_ids"] > 0).sum()) for batch in taken)
     return entries, batches, used / sum(batch["segment_ids"].numel() for batch in taken)
 
 
-def _samples(batch: Mapping[str, Any]) -> Samples:
-    samples = []
+def _segments(batch: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each segment's number in its row, and its tokens and labels."""
     columns = (batch[name].numpy() for name in ("input_ids", "labels", "segment_ids"))
     for tokens, labels, segments in zip(*columns, strict=True):
-        for number in range(1, segments.max() + 1):
+        for number in sorted({*segments.tolist()} - {0}):
             own = segments == number
-            samples.append({"input_ids": tokens[own].tolist(), "labels": labels[own].tolist()})
-    return samples
+            yield number, {"input_ids": tokens[own].tolist(), "labels": labels[own].tolist()}
 
 
-def _pairs(samples: Samples, objective: str) -> Samples:
+def _start(sample: Mapping[str, Any]) -> int:
+    return next(i for i, label in enumerate(sample["labels"]) if label >= 0)
+
+
+def _examples(segments: Sequence[tuple[int, Mapping[str, Any]]], places: int) -> Samples:
+    """Answers one by one as trl's collator takes them, with the mismatched ones behind them."""
+    examples: Samples = []
+    for number, sample in segments:
+        prompt, answer = (sample["input_ids"][part] for part in (slice(_start(sample)), slice(_start(sample), None)))
+        if (number - 1) % places == 2:
+            assert prompt == examples[-1]["prompt_ids"], "a mismatched answer has the prompt of the one before it"
+            examples[-1]["KL_completion_ids"] = answer
+        else:
+            examples.append({"prompt_ids": prompt, "completion_ids": answer, "label": (number - 1) % places == 0})
+    return examples
+
+
+def _pairs(samples: Samples, kind: str) -> Samples:
     """Pairs as trl's collator takes them; for two of its trainers as tokens that become texts."""
     pairs = []
     for chosen, rejected in zip(samples[0::2], samples[1::2], strict=True):
-        start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
+        start = _start(chosen)
         parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
         pair = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
-        texts = objective in ("orpo", "simpo")
+        texts = kind in ("orpo", "simpo", "hh")
+        if kind == "hh":
+            pair = {name: chosen["input_ids"][:start] + answer for name, answer in pair.items() if name != "prompt"}
         pairs.append({"tokens": pair} if texts else {f"{name}_ids": tokens for name, tokens in pair.items()})
     return pairs
 
@@ -215,7 +248,8 @@ def main() -> int:
         difference = worst(entries, theirs)
         off = max(off, difference)
         losses = (f"{step['loss']:.5f}" for step in (entries[0], entries[-1], theirs[-1]))
-        margin = f"{worst(entries, theirs, MARGIN):.1e}" if MARGIN in theirs[0] else ""
+        margins = [worst(entries, theirs, name) for name in MARGINS if name in theirs[0]]
+        margin = f"{max(margins):.1e}" if margins else ""
         table.add_row(name, f"{full:.0%}", f"{count:.1f}", *losses, f"{difference:.1e}", margin)
         print(f"{name}: {difference:.1e}", file=sys.stderr, flush=True)
     Console(width=160).print(table)

@@ -34,6 +34,7 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft": ("trl", "SFT", {"max_length": None}),
     "dpo": ("trl", "DPO", {"max_length": None, "loss_type": "sigmoid"}),
     "ipo": ("trl", "DPO", {"max_length": None, "loss_type": "ipo"}),
+    "kto": ("trl", "KTO", {"max_length": None}),
     "orpo": ("trl.experimental.orpo", "ORPO", {"max_length": 128}),
     "simpo": ("trl.experimental.cpo", "CPO", {"max_length": 128, "loss_type": "simpo", "cpo_alpha": 0.0}),
 }
@@ -85,12 +86,14 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
             return self.accelerator.prepare(loader)
 
         def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+            if "chosen" in dataset.column_names:  # texts
+                return super()._prepare_dataset(dataset, *args, **kwargs)
             return dataset  # it is tokenised already
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             metrics = getattr(self, "_stored_metrics", None) or self._metrics
-            last = {name: values[-1] for name, values in metrics["train"].items() if name.startswith("rewards/")}
+            last = {n: values[-1] for n, values in metrics["train"].items() if n.startswith("rewards/") or n == "kl"}
             found.append({"loss": loss.item(), **{name: float(value) for name, value in last.items()}})
             return loss
 

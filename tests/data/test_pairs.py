@@ -133,7 +133,7 @@ def test_pairs_are_looked_for_where_they_are_asked_for_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"objective": "kto"}, "--objective kto"),
+        ({"objective": "ppo"}, "--objective ppo"),
         ({"objective": "dpo", "beta": 0}, "--beta 0"),
         ({"beta": 0.2}, "--objective sft"),
         ({"objective": "dpo", "simpo_gamma": 0.7}, "--objective simpo"),

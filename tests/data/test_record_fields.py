@@ -13,7 +13,7 @@ from datasets import Dataset, Image, IterableDataset
 
 from shardwright.data.audit import Audit, audit
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
-from shardwright.data.samples.fitting import SampleOptions
+from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
 from shardwright.objectives.pairs import PAIRS
 from tests.data.test_samples import answers, encode
@@ -251,18 +251,22 @@ def test_an_answer_of_reasoning_alone_is_no_empty_one() -> None:
     assert "I say nothing." in said
 
 
-def test_pairs_of_strings_without_a_prompt_have_their_common_beginning_as_trl_cuts_it(tmp_path: Path) -> None:
+def test_pairs_without_a_prompt_have_their_common_beginning_as_trl_cuts_it(tmp_path: Path) -> None:
     import trl
 
-    record = {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go away"}
-    cut = trl.extract_prompt(record)
-    made = []
-    for each in (record, cut):
-        packer = SampleOptions(groups=4)
-        path = str(write_records(tmp_path / f"{len(made)}.jsonl", [each]))
-        made.append(loaded(tmp_path, path, samples=packer, reads=(PAIRS,)).train.dataset[:])
-    assert made[0] == made[1]
-    for chosen, rejected, words in (("a", "b", "no common beginning"), ("A: b", "A: b, c", "no answer that differs")):
+    both = [("hello", "go away"), ("hello", "hello you"), ("no no", "no  it is"), ("I see", "I saw")]
+    asked = "\n\nHuman: hi\n\nAssistant: "
+    texts = [{"chosen": asked + chosen, "rejected": asked + rejected} for chosen, rejected in both]
+    turns = [[ASKED, {"role": "assistant", "content": text}, *CHAT] for text in "ab"]
+    talks = [{"chosen": turns[0], "rejected": turns[1]}, {"chosen": turns[0], "rejected": turns[0][:2]}]
+    packer = SamplePacker(TOKENIZER, PAIRS, 1024, SampleOptions(groups=8))
+    for whole in (texts, talks):
+        columns = [
+            packer.rows([str(PAIRS.document(record)) for record in records])
+            for records in (whole, [*map(trl.extract_prompt, whole)])
+        ]
+        assert all((values == columns[1][name]).all() for name, values in columns[0].items())
+    for chosen, rejected, words in (("a", "b", "no common beginning"), ("A: b", "A: b", "no answer that differs")):
         path = str(write_records(tmp_path / "bad.jsonl", [{"chosen": chosen, "rejected": rejected}]))
         with pytest.raises(UserError, match=words):
             loaded(tmp_path, path, samples=SampleOptions(groups=4), reads=(PAIRS,))

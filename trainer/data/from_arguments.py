@@ -84,5 +84,6 @@ def data_options(
             stops=stops,
             split_special_tokens=args.split_special_tokens,
             groups=args.goal.groups,
+            segments=args.goal.segments,
         ),
     )

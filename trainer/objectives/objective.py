@@ -4,7 +4,8 @@ Shape legend: B rows, S tokens in a row, V vocabulary.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +22,9 @@ _LOSS_OF_ITS_OWN = {
 # columns of refused records: what the model would see beside the text, and whether an answer is a good one (KTO)
 MEDIA = ("image", "images", "audio", "audios", "video", "videos", "pixel_values")
 KTO = ("label", "kto_tag")
+# a record's places in a row's segment numbers, where answers come one by one: a good one, or a bad one, and its prompt
+# with another record's answer
+GOOD, BAD, MISMATCHED = "good", "bad", "mismatched"
 _NULLS_ARE_VALUES = ("arguments", "tools", "chat_template_kwargs")
 LOST_NULLS = "nulls within tools or arguments"  # in a record's string: how many may have been values
 _REFERENCE = {
@@ -41,16 +45,7 @@ class RecordShape:
     unit: str = "sample"  # the word for one of it
     words: str = ""  # the columns as an error names them; empty: the required ones
     refused: tuple[str, ...] = ()  # columns that may tell that a record is of another kind
-
-    @property
-    def whole_batch(self) -> bool:
-        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
-        return False
-
-    @property
-    def token_terms(self) -> tuple[float, float]:
-        """Label smoothing of the model's own loss while it trains, and the coefficient of a z-loss; 0: none."""
-        return 0.0, 0.0
+    label: str = ""  # the one of the required columns that says whether the answer is a good one: true or false
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -63,7 +58,7 @@ class RecordShape:
 
     @property
     def is_chat(self) -> bool:
-        return self.name in ("messages", "conversations")
+        return not {"messages", "conversations"}.isdisjoint(self.required)
 
     def document(self, record: Mapping[str, Any], typed: bool = True) -> str | None:
         """The record as one string; None for a text record without text.
@@ -136,7 +131,9 @@ class Objective:
         shapes: the records that it reads, in the order in which they are recognised.
         parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
             own, the mean cross entropy of the scored targets, and :meth:`counts` their number, 0-d.
-        logged: names of values logged beside the loss: means, divided by the first count.
+        logged: names of values logged beside the loss: means, divided by the first count, unless :meth:`means` says
+            otherwise.
+        further: numbers that :meth:`counts` has behind those of the parts, for logged values alone.
         reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
         refuses: option → why it can't be combined with this objective.
     """
@@ -148,6 +145,7 @@ class Objective:
     refuses: ClassVar[Mapping[str, str]] = {}
     parts: ClassVar[tuple[str, ...]] = ()
     logged: ClassVar[tuple[str, ...]] = ()
+    further: ClassVar[int] = 0
     reference: ClassVar[str | None] = None
 
     def __init__(self, values: Mapping[str, Any], length: int) -> None:
@@ -183,12 +181,17 @@ class Objective:
         return 0.0, 0.0
 
     @property
+    def segments(self) -> tuple[str, ...]:
+        """The places that each record has in a row's segment numbers; empty: its answers are numbered as they come."""
+        return ()
+
+    @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
         """Batch columns for the loss alone: name → shape of a row's values, float32. The model does not see them."""
         return {}
 
     def counts(self, batch: Batch) -> Tensor:
-        """The divisors of the parts of the loss, from tensors [..., S]: float [parts].
+        """The divisors of the parts of the loss, from tensors [..., S]: float [parts + further].
 
         A step's micro-batches are counted together, so that each weighs as much as it has of them.
         """
@@ -200,6 +203,17 @@ class Objective:
         The loss is the sum of the parts; ``counts`` are :meth:`counts` of whatever micro-batches.
         """
         raise NotImplementedError
+
+    def means(self, sums: Mapping[str, float], counts: Sequence[float]) -> dict[str, float]:
+        """The values of :attr:`logged` of many batches, NaN for one of nothing.
+
+        ``sums`` are of what :meth:`loss` gives them with counts of 1, and ``counts`` those of all the batches.
+        """
+        return {name: sums[name] / (counts[0] or math.nan) for name in self.logged}
+
+    def balanced(self, batch: Batch) -> Tensor:
+        """1 for the tokens of packed rows that the model's load-balancing loss is on, else 0. [B, S]"""
+        return batch["segment_ids"].clamp(max=1)
 
     def refer(self, logits: Tensor, batch: Batch) -> Tensor:
         """The values of column :attr:`reference` [B, ...] by the starting weights' logits [B, S, V]."""

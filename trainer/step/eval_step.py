@@ -121,7 +121,7 @@ class ObjectiveEvalStep(EvalStep):
     @property
     def size(self) -> int:
         """The number of sums: the counts, the parts of the loss, and the logged values."""
-        return len(self.objective.parts) + len(self.names)
+        return len(self.objective.parts) + self.objective.further + len(self.names)
 
     def _added(self, batch: Tensors, values: bool) -> tuple[Tensor, Tensors]:
         if values:
@@ -136,11 +136,11 @@ class ObjectiveEvalStep(EvalStep):
         return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
 
     def _read(self, sums: Tensor) -> Evaluation:
-        values, parts = sums.cpu().tolist(), len(self.objective.parts)
-        counts, losses, logged = values[:parts], values[parts : 2 * parts], values[2 * parts :]
-        count = counts[0] or math.nan
-        loss = sum(total / number if number else 0.0 for total, number in zip(losses, counts, strict=True))
-        means = {name: value / count for name, value in zip(self.objective.logged, logged, strict=True)}
+        values, size = sums.cpu().tolist(), self.size - len(self.names)
+        counts, named = values[:size], dict(zip(self.names, values[size:], strict=True))
+        parts = zip(self.objective.parts, counts, strict=False)  # further counts are of logged values
+        loss = sum(named[part] / count if count else 0.0 for part, count in parts)
+        means = self.objective.means(named, counts)
         return Evaluation(loss if counts[0] else math.nan, means, is_entropy=False)
 
 

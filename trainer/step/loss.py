@@ -104,7 +104,7 @@ class Loss:
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
         if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
-            inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
+            inputs["attention_mask"] = self.objective.balanced(batch)
         real = None  # in training 1 for a token and 0 for padding, [rows, S], if there is padding or a use for it
         if training and packed:
             real = (batch["segment_ids"] > 0).to(torch.float32)

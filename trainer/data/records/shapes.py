@@ -12,7 +12,7 @@ from datasets.features.features import require_decoding  # semi-private: dataset
 
 from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
-from shardwright.objectives.objective import RecordShape
+from shardwright.objectives.objective import KTO, RecordShape
 from shardwright.objectives.sft import SHAPES
 
 # columns that may be lists; but for the first, a string too: the JSON of a list, or a text
@@ -95,4 +95,7 @@ def _unread(asked: str, found: str, reads: Sequence[RecordShape]) -> UserError:
 def _fits(column: str, feature: Any) -> bool:
     if column in _LISTS and feature is not None and not isinstance(feature, Value):
         return True
-    return column != "input_ids" and getattr(feature, "dtype", None) in ("string", "large_string")
+    kind = getattr(feature, "dtype", "")
+    if column in KTO:
+        return kind == "bool" or kind.startswith(("int", "uint"))
+    return column != "input_ids" and kind in ("string", "large_string")

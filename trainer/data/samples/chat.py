@@ -108,36 +108,46 @@ def past_turns(history: Any) -> list[Message]:
 def with_beginning(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
     """A record of ``answers`` as strings, with a ``prompt``: its own, else their common beginning, as trl cuts it.
 
-    Raises BadRecord if nothing is common, or nothing follows it.
+    Where they part, a space before belongs to both; where one ends, its last letter. Raises BadRecord if there is
+    nothing before.
     """
     if values.get("prompt") is not None:
         return dict(values)
-    same = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*map(values.get, answers), strict=False))
-    prompt = "".join(letters[0] for letters in same).removesuffix(" ")
+    texts = [values[name] for name in answers]
+    end, parts = _in_common(texts)
+    prompt = texts[0][:end].removesuffix(" " if parts else "")
     if not prompt:
         raise BadRecord("prompt", "none, and the answers have no common beginning")
-    rest = {name: values[name].removeprefix(prompt) for name in answers}
-    if not all(rest.values()):
-        raise BadRecord(answers[-1], f"no answer that differs from the {answers[0]} one behind what both begin with")
-    return {**values, "prompt": prompt, **rest}
+    return {**values, "prompt": prompt, **{name: values[name].removeprefix(prompt) for name in answers}}
 
 
 def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
-    """A record of ``answers`` as messages, with a ``prompt``: its own, else their common first messages.
+    """A record of ``answers`` as messages, with a ``prompt``: its own, else their common first messages, as trl has it.
 
-    Raises BadRecord if no message is common, or nothing follows them.
+    The last of these belongs to the answers where one has no other. Raises BadRecord if no message is common.
     """
     if isinstance(values.get("prompt"), list):
         return dict(values)
     chats = {name: _list(name, values[name]) for name in answers}
-    same = (all(message == each[0] for message in each) for each in zip(*chats.values(), strict=False))
-    common = sum(itertools.takewhile(bool, same))
-    first, other = answers[0], answers[-1]
+    (common, _), first, other = _in_common([*chats.values()]), answers[0], answers[-1]
     if not common:
         raise BadRecord(first, f"messages of which the first is not the first of `{other}`, and no prompt")
-    if common in map(len, chats.values()):
-        raise BadRecord(other, f"no answer that differs from the {first} one")
     return {**values, "prompt": chats[first][:common], **{name: chat[common:] for name, chat in chats.items()}}
+
+
+def with_last(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of ``messages`` whose last one is the ``completion`` behind a ``prompt``; raises BadRecord if alone."""
+    *asked, last = _list("messages", values["messages"])
+    if not asked:
+        raise BadRecord("messages", "a single one, which answers nothing")
+    return {**{k: v for k, v in values.items() if k != "messages"}, "prompt": asked, "completion": [last]}
+
+
+def _in_common(texts: Sequence[Sequence[Any]]) -> tuple[int, bool]:
+    """The first letters or messages that all have in common, but for one's very last; and whether all go on there."""
+    same = (all(each == first for each in others) for first, *others in zip(*texts, strict=False))
+    common, shortest = sum(itertools.takewhile(bool, same)), min(map(len, texts))
+    return min(common, shortest - 1), common < shortest
 
 
 def _list(column: str, value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Samples → rows of S tokens: whole samples side by side, best fit first, or one a row.
 
 A row's samples have ``segment_ids`` 1, 2, … (0 is padding), and ``position_ids`` from 0 in each. Those of one record,
-such as its two answers, are neighbours.
+such as its two answers, are neighbours. Where places of a record stay empty, their numbers are left out.
 
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.samples.samples import Encoder, Group, Sample, joined
+from shardwright.data.samples.unpaired import one_by_one
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import RecordShape
@@ -35,6 +36,7 @@ class SampleOptions:
         None  # names of special tokens in texts are letters; False: tokens; None: letters
     )
     groups: int | None = None  # the most records that share a row; None: as many as fit
+    segments: tuple[str, ...] = ()  # the places that a record has in a row's segment numbers; empty: its answers'
 
 
 class FittingObserver(Protocol):
@@ -74,7 +76,8 @@ class SamplePacker(AnyPacker):
 
     def rows(self, documents: Sequence[str]) -> Columns:
         groups: list[Group] = []
-        for number, made in self._encoded(documents):
+        encoded = self._encoded(documents)
+        for number, made in one_by_one(encoded, self.options.segments) if self.options.segments else encoded:
             self.tally["samples"] += 1
             kept = [group for group in self._fitted(documents[number], made) if _all_scored(group)]
             dropped = self.options.overflow == "drop" and _all_scored(made)
@@ -86,7 +89,7 @@ class SamplePacker(AnyPacker):
         bins = [[i] for i in range(len(groups))]
         if self.options.packing:
             bins = best_fit(lengths, self.length, self.options.groups)
-        rows = [[sample for i in numbers for sample in groups[i]] for numbers in bins]
+        rows = [[groups[i] for i in numbers] for numbers in bins]
         self.tally["rows"] += len(rows)
         self.tally["tokens"] += sum(lengths)
         self.tally["scored"] += sum(sample.scored for group in groups for sample in group)
@@ -124,12 +127,12 @@ class SamplePacker(AnyPacker):
             ]
         return [tuple(_part(s, 0, n) for s, n in zip(group, sizes, strict=True))]
 
-    def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
+    def _filled(self, rows: Sequence[Sequence[Group]]) -> Columns:
         columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
         columns["input_ids"][:], columns["labels"][:] = self.padding, IGNORE
-        for row, samples in enumerate(rows):
+        for row, own in enumerate(rows):
             start = 0
-            for number, sample in enumerate(samples, start=1):
+            for number, sample in _numbered(own, len(self.options.segments)):
                 place = (row, slice(start, start := start + len(sample.tokens)))
                 columns["input_ids"][place], columns["labels"][place] = sample.tokens, sample.labels
                 columns["labels"][row, place[1].start] = IGNORE  # a first token is predicted from nothing
@@ -163,6 +166,13 @@ def by_characters(texts: Sequence[str], most: int) -> Iterator[range]:
         yield range(first, len(texts))
 
 
+def _numbered(groups: Sequence[Group], places: int) -> Iterator[tuple[int, Sample]]:
+    """(segment number, sample) of a row's samples. Each record has so many ``places``; 0: as many as it has samples."""
+    for record, group in enumerate(groups):
+        for place, sample in enumerate(group, start=1):
+            yield record * (places or len(group)) + (sample.place or place), sample
+
+
 def _length(group: Group) -> int:
     return sum(len(sample.tokens) for sample in group)
 
@@ -172,7 +182,7 @@ def _all_scored(group: Group) -> bool:
 
 
 def _part(sample: Sample, start: int, end: int) -> Sample:
-    return Sample(sample.tokens[start:end], sample.labels[start:end])
+    return Sample(sample.tokens[start:end], sample.labels[start:end], place=sample.place)
 
 
 def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:

@@ -25,12 +25,13 @@ from shardwright.data.samples.chat import (
     chat_of,
     past_turns,
     with_beginning,
+    with_last,
     with_prompt,
 )
 from shardwright.data.samples.masks import masked
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
-from shardwright.objectives.objective import KTO, LOST_NULLS, RecordShape
+from shardwright.objectives.objective import BAD, GOOD, KTO, LOST_NULLS, RecordShape
 from shardwright.objectives.sft import MASKS
 
 # prompts of instruction records for tokenizers without a chat template
@@ -45,6 +46,7 @@ class Sample:
     tokens: np.ndarray
     labels: np.ndarray
     counts: Mapping[str, int] = field(default_factory=dict)
+    place: int = 0  # among the segments of its record, from 1; 0: as it comes
 
     @property
     def scored(self) -> int:
@@ -135,7 +137,8 @@ class Encoder:
                 found = (
                     f"{value}: a record of KTO's, whose answer is a good one or a bad one, and sft would train on both"
                 )
-                raise BadRecord(name, f"{found}. Keep those whose {name} is true, without the column")
+                instead = f"--objective kto learns from both; or keep those whose {name} is true, without the column"
+                raise BadRecord(name, f"{found}. {instead}")
             unread[named(name, value)] += 1
         for name in self.shape.required:
             if values.get(name) in (None, "", []) and not (name == "prompt" and values.get(name) == ""):
@@ -146,6 +149,10 @@ class Encoder:
             return self._instruction(values, unread)
         if len(self.shape.answers) > 1:
             return self._answers(values, unread)
+        return self._labelled(values, unread) if self.shape.label else self._single(values, unread)
+
+    def _single(self, values: Mapping[str, Any], unread: Counter[str]) -> Draft:
+        """A completion behind its prompt, or a chat."""
         if self.shape.answers and isinstance(values["prompt"], str):
             (name,) = self.shape.answers
             if isinstance(values[name], str):
@@ -153,6 +160,21 @@ class Encoder:
                 return self._completion(values["prompt"], values[name])
             raise BadRecord(name, "messages behind a prompt that is a string")
         return self._chat(chat_of(values), unread)
+
+    def _labelled(self, values: Mapping[str, Any], unread: Counter[str]) -> Draft:
+        """An answer, of messages the last one, in the place that the record's label gives it."""
+        label = self.shape.label
+        if values[label] not in (0, 1):
+            raise BadRecord(label, f"{values[label]!r:.80}, where an answer is a good one, true, or a bad one, false")
+        place = GOOD if values[label] else BAD
+        texts, make = self._single(with_last(values) if "messages" in values else values, unread)
+
+        def made(tokens: list[list[int]]) -> Group:
+            (sample,) = make(tokens)
+            counts = {**sample.counts, f"{place} answers": 1}
+            return (replace(sample, counts=counts, place=1 + (GOOD, BAD).index(place)),)
+
+        return texts, made
 
     def _whole(self, tokens: Sequence[int], first: int = 0, counts: Mapping[str, int] | None = None) -> Group:
         """A sample with the loss on the tokens from ``first`` on."""

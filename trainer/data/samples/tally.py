@@ -32,6 +32,8 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
     left_out |= {"without target": f"{kind} without any scored token, dropped", "bad": "bad rows, left out"}
     lines += [f"{words}: {count[name]}" for name, words in left_out.items() if tally.get(name)]
     lines += unread_notes(tally)
+    if tally.get("good answers") or tally.get("bad answers"):
+        lines.append(f"good answers: {tally.get('good answers', 0):,}, bad ones: {tally.get('bad answers', 0):,}")
     if tally.get("silent turns"):
         lines.append(f"turns of weight 0, not scored: {count['silent turns']}")
     if tally.get("merged"):
