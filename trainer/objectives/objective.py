@@ -112,6 +112,9 @@ class Objective:
         logged: names of values logged beside the loss: means, divided by the first count.
         reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
         refuses: option → why it can't be combined with this objective.
+        scores_texts: the model has a score in place of its head: its logits are [B, S, 1].
+        overflow: what becomes of samples longer than a row, unless ``--overflow`` says it.
+        padding: the tokenizer's padding token; -1: it has none, or there is no tokenizer yet.
     """
 
     title: ClassVar[str]
@@ -122,6 +125,9 @@ class Objective:
     parts: ClassVar[tuple[str, ...]] = ()
     logged: ClassVar[tuple[str, ...]] = ()
     reference: ClassVar[str | None] = None
+    scores_texts: ClassVar[bool] = False
+    overflow: ClassVar[str] = "truncate_right"
+    padding: int = -1
 
     def __init__(self, numbers: Mapping[str, float], length: int) -> None:
         self.numbers, self.length = numbers, length

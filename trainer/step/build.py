@@ -146,7 +146,7 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     pieces = None if job.plan.sequence is None else split_rows.RowPieces(mesh, job.plan.batch, job.plan.sequence)
     goal, routers = job.args.goal, router_load.router_losses(job)
     further = job.args.mtp_loss_weight if job.args.train_mtp else None
-    return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, further, pieces)
+    return Loss(model, prepare, inside, leaves, job.router_loss, goal, routers, own, further, pieces)
 
 
 def _constrain_output(layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
