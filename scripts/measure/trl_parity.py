@@ -35,6 +35,7 @@ from shardwright.data.rows.batches import TrainingBatches
 PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
 MARGIN = "rewards/margins"
+OF_A_REWARD = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 Case = Mapping[str, Any]
 Samples = list[dict[str, Any]]
 Steps = Sequence[Mapping[str, Any]]
@@ -64,6 +65,7 @@ PREFERENCES: dict[str, dict[str, float]] = {
     "ipo": {"beta": 0.2},
     "orpo": {"beta": 0.5},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.8},
+    "reward": {"center_rewards_coefficient": 0.02},
 }
 
 
@@ -171,6 +173,9 @@ def _pairs(samples: Samples, objective: str) -> Samples:
         start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
         parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
         pair = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+        if objective == "reward":
+            pairs.append({"chosen_ids": chosen["input_ids"], "rejected_ids": rejected["input_ids"]})
+            continue
         texts = objective in ("orpo", "simpo")
         pairs.append({"tokens": pair} if texts else {f"{name}_ids": tokens for name, tokens in pair.items()})
     return pairs
@@ -181,6 +186,12 @@ def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
     return max(
         abs(a[name] - b[name]) / (abs(b[name]) if name == "loss" else 1) for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def worst_margin(ours: Steps, theirs: Steps) -> float | None:
+    """The largest difference of a step's margin, of a reward model of any of its values; None: it logs none."""
+    known = [name for name in (MARGIN, *OF_A_REWARD) if name in theirs[0]]
+    return max((worst(ours, theirs, name) for name in known), default=None)
 
 
 def main() -> int:
@@ -197,7 +208,8 @@ def main() -> int:
         difference = worst(entries, theirs)
         off = max(off, difference)
         losses = (f"{step['loss']:.5f}" for step in (entries[0], entries[-1], theirs[-1]))
-        margin = f"{worst(entries, theirs, MARGIN):.1e}" if MARGIN in theirs[0] else ""
+        found = worst_margin(entries, theirs)
+        margin = "" if found is None else f"{found:.1e}"
         table.add_row(name, f"{full:.0%}", f"{count:.1f}", *losses, f"{difference:.1e}", margin)
         print(f"{name}: {difference:.1e}", file=sys.stderr, flush=True)
     Console(width=160).print(table)

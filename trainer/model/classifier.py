@@ -24,30 +24,39 @@ def reward_config(config: PretrainedConfig) -> PretrainedConfig:
 
     Raises UserError if transformers has no such class for the family, or it can't be trained here.
     """
-    kind, name = config.model_type, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-    known, found = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, None
-    families = [family for family in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if family in known]
-    instead = "a model of another family, such as llama, qwen3, gemma2, mixtral or qwen3_moe"
+    own, found, instead = _class_of(type(config)), None, ""
     if is_multimodal(config):
         found = "a multimodal model, whose class for sequence classification is of text and images"
-    elif type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    elif own is None:
         found = f"a family without a class for sequence classification in transformers {transformers.__version__}"
-        instead = f"a model of a family that has one: {', '.join(sorted(families))}"
-    elif not issubclass(own := transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)], _GENERIC):
+    elif not issubclass(own, _GENERIC):
         found = f"{own.__name__}, which computes its loss within its forward, by code of its own"
     elif scores_texts(config) and config.num_labels != 1:
-        found = f"{name} with num_labels={config.num_labels}"
+        found = f"{own.__name__} with num_labels={config.num_labels}"
         instead = "the causal model that it was made from, or a classifier with one label"
     if found is not None:
         raise UserError(
-            asked=f"a reward model of type {kind!r}",
+            asked=f"a reward model of type {config.model_type!r}",
             found=found,
             why="it is trained and written as transformers' sequence classification with one label, score.weight",
-            instead=instead,
+            instead=instead or f"a model of a family that has such a class: {', '.join(_families())}",
         )
     made = copy.deepcopy(config)
-    made.architectures, made.num_labels = [name], 1
+    made.architectures, made.num_labels = [own.__name__ if own else ""], 1
     return made
+
+
+def _class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel] | None:
+    return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None)
+
+
+def _families() -> list[str]:
+    """The types of models of text that a reward model can be made of; loads their modules, which takes seconds."""
+    names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    both = [name for name in names if name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    kinds = {name: transformers.CONFIG_MAPPING[name] for name in both}
+    texts = {n: k for n, k in kinds.items() if k not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    return sorted(name for name, kind in texts.items() if issubclass(_class_of(kind) or object, _GENERIC))
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
@@ -62,6 +71,6 @@ def head_parameters(model: PreTrainedModel) -> list[str]:
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that pads texts, and that a reward is never read at; as in trl the end-of-text token without another."""
+    """The token that pads texts, at which no reward is read; as in trl, the end-of-text token where there is none."""
     found = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return -1 if found is None else int(found)

@@ -61,8 +61,8 @@ class Reward(PairObjective):
 
         both, number = torch.stack([chosen, rejected]).detach(), real.sum()
         # of a micro-batch; as all that is logged is added up, each counts by its pairs
-        lowest = torch.where(real, both, torch.inf).amin()
-        highest = torch.where(real, both, -torch.inf).amax()
+        lowest = torch.where(real, both, torch.inf).flatten().amin(0)  # without a dimension XLA reduces none
+        highest = torch.where(real, both, -torch.inf).flatten().amax(0)
         low, high = (torch.where(number > 0, value, 0.0) * number / counts[0] for value in (lowest, highest))
         margins = both[0] - both[1]
         values = low, mean(both.mean(0)), high, mean((margins > 0).to(torch.float32)), mean(margins)

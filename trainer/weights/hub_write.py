@@ -256,7 +256,7 @@ def _write_description(
 ) -> None:
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
-    base, generation = config.name_or_path, model.generation_config
+    base, generation = config.name_or_path, getattr(model, "generation_config", None)
     parts = (config.get_text_config(), config)
     there = next((part for part in parts if getattr(part, "quantization_config", None)), config)
     for part in parts:
