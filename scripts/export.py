@@ -85,13 +85,14 @@ def main() -> None:
             instead="--merge, which makes a plain model of both; or no --format",
         )
     saved.check_model(facts.adapted(lora), config)
-    rest = seeded_init(whole, saved.arguments.get("seed", 0))
+    seed = saved.arguments.get("seed", 0)
+    rest = seeded_init(whole, seed)
     hub = None
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
-        rest = hub = open_hub_weights(base, whole, console)  # what was not trained is in no checkpoint of the run
+        rest = hub = open_hub_weights(base, whole, console, seed)  # what was not trained is in no checkpoint of the run
     elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
-        hub = reopen_hub_weights(base, whole, console)
+        hub = reopen_hub_weights(base, whole, console, seed)
     saved.check_tensors(console)
     with output.filling() as folder:
         if lora is not None and not arguments.merge:

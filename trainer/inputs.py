@@ -16,6 +16,7 @@ from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
 from shardwright.model import meta_model
+from shardwright.model.classifier import reward_config
 from shardwright.model.facts import facts_of
 from shardwright.model.peft_config import options_of
 from shardwright.weights.weight_sources import Source, state_dict_weights
@@ -58,7 +59,7 @@ class RunInputs:
                 asked=f"model=a {type(self.model).__name__}",
                 found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
                 why=f"its weights are placed by the names of {type(whole).__name__}, which its config makes",
-                instead="a model as AutoModelForCausalLM loads it, before anything is added to it",
+                instead=f"a {type(whole).__name__}, as transformers loads one, before anything is added to it",
             )
         return state_dict_weights(state)
 
@@ -125,7 +126,8 @@ def resolve(
         if not callable(getattr(peft_config, "to_dict", None)) or getattr(peft_config, "peft_type", None) != "LORA":
             raise _kind("peft_config", peft_config, "a peft.LoraConfig")
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
-        facts = facts_of(found.config or meta_model.load_config(args.model, written))
+        config = found.config or meta_model.load_config(args.model, written)
+        facts = facts_of(reward_config(config) if args.entry.scores_texts else config)
         args = replace(args, **options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole))
     return args, found
 

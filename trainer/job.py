@@ -25,6 +25,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
 from shardwright.model import assembly, lora_options, meta_model, model_checks, peft_config, unused_parameters
+from shardwright.model.classifier import reward_config
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
@@ -64,7 +65,8 @@ class Job:
         if config is None and settings.model is not None:  # from here on all of it is of one commit
             settings = replace(settings, model=pinned(settings.model))
         written = _written_recipe(args, recipe)
-        facts = facts_of(config or meta_model.load_config(settings.model, written or UNMADE), args.train_mtp)
+        config = config or meta_model.load_config(settings.model, written or UNMADE)
+        facts = facts_of(reward_config(config) if args.entry.scores_texts else config, args.train_mtp)
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
@@ -126,9 +128,17 @@ class Job:
         return self._assembled[0]
 
     @property
-    def notice(self) -> str:
-        """A notice to the user that the layers run otherwise than the recipe says; empty if they do not."""
-        return f"its layers run one by one: {self._assembled[1]}" if self._assembled[1] else ""
+    def notices(self) -> list[str]:
+        """Lines for the user of what runs otherwise than the recipe says."""
+        found = [f"its layers run one by one: {self._assembled[1]}"] if self._assembled[1] else []
+        if self.recipe.compute.router_loss and not self.router_loss:
+            found.append("router_loss has no effect: transformers' sequence classification adds none (nor does trl)")
+        return found
+
+    @property
+    def router_loss(self) -> bool:
+        """Whether the model's own load-balancing loss is part of the loss."""
+        return self.recipe.compute.router_loss and not self.facts.scores_texts
 
     @functools.cached_property
     def stored(self) -> ShardingPlan:
@@ -141,7 +151,7 @@ class Job:
     @property
     def unused(self) -> tuple[frozenset[str], str | None]:
         """Names of the parameters with no part in the loss, and why, if that can't be told; UserError if it is all."""
-        return unused_parameters.unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
+        return unused_parameters.unused_parameters(self.facts, self.lora, self.router_loss)
 
     @functools.cached_property
     def untrained(self) -> frozenset[str]:

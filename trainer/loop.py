@@ -29,6 +29,7 @@ from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
 from shardwright.inputs import TrainerCallbacks
 from shardwright.job import Job
+from shardwright.model.classifier import padding_token
 from shardwright.model.unused_parameters import notice
 from shardwright.monitoring import messages
 from shardwright.monitoring import state as states
@@ -50,7 +51,7 @@ from shardwright.xla.stop_requests import StopRequests
 
 
 class TrainingLoop:
-    """Trains one causal language model.
+    """Trains one causal language model, or one that scores texts.
 
     Args:
         source: the starting weights, under the names of ``job.facts.whole``; default: a random init from the seed.
@@ -113,6 +114,7 @@ class TrainingLoop:
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
             self.placed = placed = place_model(job, self.mesh, weights_of(job, self.base, resume), loss=compute_loss)
+            placed.loss.objective.padding = padding_token(corpus.tokenizer)
             self.train_step = TrainStep(placed, resume)
         self.watch.model = placed.model
         tokenizer, step = corpus.tokenizer, evaluation_step(placed, measures)

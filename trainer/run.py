@@ -275,9 +275,9 @@ def _prepared(
             tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
-        source = open_hub_weights(str(args.model), job.facts.whole, console)
+        source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
-        source = reopen_hub_weights(args.model, job.facts.whole, console)
+        source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
     first = None if resume is None else resume.host["data"].get("date")
     date = first or hosts().once(lambda: datetime.date.today().isoformat())
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date)
@@ -361,8 +361,8 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
     if code := getattr(job.config, "auto_map", None):
         own = code.get("AutoModelForCausalLM", code.get("AutoModel")) if isinstance(code, dict) else code
         say(console, f"         transformers' own class; the code that its repository brings ({own}) is not run")
-    if job.notice:
-        say(console, f"         {job.notice}")
+    for text in job.notices:
+        say(console, f"         {text}")
     if job.args.recipe == AUTO:
         made = auto_recipe(job.model, job.facts.experts, job.args.mesh, job.devices)
         for pattern, text in made.undivided.items():

@@ -53,3 +53,16 @@ def segment_sums(values: Tensor, segments: Tensor, count: int) -> Tensor:
     """Sum ``values`` [..., S] over each of the segments 1 to ``count``. [..., count]"""
     numbers = torch.arange(1, count + 1, device=segments.device)
     return (values.unsqueeze(-1) * (segments.unsqueeze(-1) == numbers)).sum(-2)
+
+
+def segment_ends(values: Tensor, batch: Mapping[str, Tensor], count: int, padding: int) -> Tensor:
+    """Select of ``values`` [..., S, 1] those at the last token, not counting ``padding``, of segments 1 to ``count``.
+
+    0 where a segment has no such token. [..., count]
+    """
+    tokens, segments = batch["input_ids"], batch["segment_ids"]
+    numbers = torch.arange(1, count + 1, device=segments.device)
+    places = torch.arange(segments.shape[-1], device=segments.device).unsqueeze(-1)
+    own = (segments.unsqueeze(-1) == numbers) & (tokens != padding).unsqueeze(-1)
+    last = torch.where(own, places, -1).amax(-2, keepdim=True)
+    return torch.where(places == last, values, 0.0).sum(-2)

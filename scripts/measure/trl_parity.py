@@ -34,7 +34,8 @@ from shardwright.data.rows.batches import TrainingBatches
 
 PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
-MARGINS = ("rewards/margins", "kl")
+# values beside the loss that are compared, where trl logs them
+MARGINS = ("rewards/margins", "kl", "min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 Case = Mapping[str, Any]
 Samples = list[dict[str, Any]]
 Steps = Sequence[Mapping[str, Any]]
@@ -68,6 +69,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "kto": WEIGHTS,
     "apo_zero_unpaired": {**WEIGHTS, "loss_type": "apo_zero_unpaired"},
     "hh": {"beta": 0.3},  # whole transcripts, as HH-RLHF has them: each side finds the prompt itself
+    "reward": {"center_rewards_coefficient": 0.02},
 }
 # further loss types of dpo; beta is so large that they bend within 20 steps
 LOSS_TYPES: dict[str, dict[str, Any]] = {
@@ -220,6 +222,9 @@ def _pairs(samples: Samples, kind: str) -> Samples:
         start = _start(chosen)
         parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
         pair = dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+        if kind == "reward":
+            pairs.append({"chosen_ids": chosen["input_ids"], "rejected_ids": rejected["input_ids"]})
+            continue
         texts = kind in ("orpo", "simpo", "hh")
         if kind == "hh":
             pair = {name: chosen["input_ids"][:start] + answer for name, answer in pair.items() if name != "prompt"}
@@ -232,6 +237,11 @@ def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
     return max(
         abs(a[name] - b[name]) / (abs(b[name]) if name == "loss" else 1) for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def worst_margin(ours: Steps, theirs: Steps) -> float | None:
+    """The largest difference of a step's values of :data:`MARGINS`; None: trl logs none of them."""
+    return max((worst(ours, theirs, name) for name in MARGINS if name in theirs[0]), default=None)
 
 
 def main() -> int:
@@ -248,8 +258,8 @@ def main() -> int:
         difference = worst(entries, theirs)
         off = max(off, difference)
         losses = (f"{step['loss']:.5f}" for step in (entries[0], entries[-1], theirs[-1]))
-        margins = [worst(entries, theirs, name) for name in MARGINS if name in theirs[0]]
-        margin = f"{max(margins):.1e}" if margins else ""
+        found = worst_margin(entries, theirs)
+        margin = "" if found is None else f"{found:.1e}"
         table.add_row(name, f"{full:.0%}", f"{count:.1f}", *losses, f"{difference:.1e}", margin)
         print(f"{name}: {difference:.1e}", file=sys.stderr, flush=True)
     Console(width=160).print(table)

@@ -24,7 +24,13 @@ from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 OPTIONS: dict[str, Any] = {"optim": "adamw_torch", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
 OPTIONS |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
@@ -35,9 +41,16 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo": ("trl", "DPO", {"max_length": None, "loss_type": "sigmoid"}),
     "ipo": ("trl", "DPO", {"max_length": None, "loss_type": "ipo"}),
     "kto": ("trl", "KTO", {"max_length": None}),
+    "reward": ("trl", "Reward", {"max_length": None}),
     "orpo": ("trl.experimental.orpo", "ORPO", {"max_length": 128}),
     "simpo": ("trl.experimental.cpo", "CPO", {"max_length": 128, "loss_type": "simpo", "cpo_alpha": 0.0}),
 }
+
+
+def _kind(case: dict[str, Any]) -> tuple[Any, str]:
+    """The class of the model, and PEFT's word for its task."""
+    scores = case["objective"] == "reward"
+    return (AutoModelForSequenceClassification, "SEQ_CLS") if scores else (AutoModelForCausalLM, "CAUSAL_LM")
 
 
 def write_start(folder: Path, case: dict[str, Any]) -> None:
@@ -47,23 +60,21 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case["config"]), dtype=torch.float32)
+    (kind, task), label = _kind(case), {"num_labels": 1} if case["objective"] == "reward" else {}
+    model = kind.from_config(AutoConfig.for_model(**case["config"], **label), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # so wide that attention and experts are far from uniform
             if parameter.dim() > 1:
                 parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder / "model")
     if case["lora"]:
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **case["lora"])).save_pretrained(
-            str(folder / "adapter")
-        )
+        get_peft_model(model, LoraConfig(task_type=task, **case["lora"])).save_pretrained(str(folder / "adapter"))
 
 
 def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
     """trl's log of each step, unrounded, on the batches of ``folder`` in their order."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.float32, attn_implementation="eager"
-    )
+    kind, _ = _kind(case)
+    model: Any = kind.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
     if case["lora"]:
         model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -93,7 +104,8 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             metrics = getattr(self, "_stored_metrics", None) or self._metrics
-            last = {n: values[-1] for n, values in metrics["train"].items() if n.startswith("rewards/") or n == "kl"}
+            kept = ("rewards/", "kl", "margin", "accuracy", "min_reward", "mean_reward", "max_reward")
+            last = {name: values[-1] for name, values in metrics["train"].items() if name.startswith(kept)}
             found.append({"loss": loss.item(), **{name: float(value) for name, value in last.items()}})
             return loss
 
@@ -104,7 +116,7 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
         numbers["loss_weights"] = [float(word) for word in numbers["loss_weights"].split(",")]
     options = {**OPTIONS, **case["options"], **options, **numbers}
     coefficient = "router_aux_loss_coef"
-    if coefficient in case["config"]:
+    if coefficient in case["config"] and case["objective"] != "reward":  # whose class adds no router loss
         model.config.output_router_logits = True
         # the configs of the two older trainers have no such coefficient: they use the model's
         options |= {coefficient: case["config"][coefficient]} if module == "trl" else {}

@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 import torch_xla
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import facts_of
+from shardwright.model.meta_model import scores_texts
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import evaluation_step, place_model
@@ -127,7 +134,8 @@ def make_case(
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """transformers' own model, eager, of seeded weights of which none is where transformers starts it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForSequenceClassification if scores_texts(config) else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     model.set_attn_implementation("eager")
     if experts_modules(model):  # others know one way to run them
         model.set_experts_implementation("eager")

@@ -46,8 +46,9 @@ class DataArguments(Checked):
         "half, a quarter or an eighth of --sequence_length; each length is compiled once.",
     )
     overflow: str = option(
-        "truncate_right",
-        f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said.",
+        "",
+        f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said. "
+        "Default: truncate_right; with --objective reward, drop.",
     )
     on_bad_row: str = option(
         "error",

@@ -73,9 +73,10 @@ class TrainingArguments(
     def __post_init__(self) -> None:
         check_values(self)
         self.check_model()
+        self.check_objective()
+        self.overflow = self.overflow or self.entry.overflow
         self.check_data()
         self.check_adapter()
-        self.check_objective()
         if self.train_mtp and self.has_adapter:
             raise UserError(
                 asked="--train_mtp with an adapter",
@@ -85,7 +86,9 @@ class TrainingArguments(
             )
         given = {name: getattr(self, name) for name in ("text_column", "train_on_prompt", "streaming", "train_mtp")}
         given["split_special_tokens"] = None if self.split_special_tokens is None else str(self.split_special_tokens)
-        self.check_beside(**given, overflow=self.overflow == "split" and "split")
+        given["sample_prompts"] = self.sample_prompts
+        cuts = self.overflow in ("split", "truncate_right") and self.overflow != self.entry.overflow
+        self.check_beside(**given, overflow=cuts and self.overflow)
         self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart
         sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
         self.at_least(1, "it counts something that a run needs one of", *sizes)

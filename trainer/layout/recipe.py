@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -188,6 +188,21 @@ class Recipe:
         activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
         mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         return replace(self, mesh=mesh, parameters=parameters, optional=optional, activations=activations)
+
+    def with_head(self, names: Collection[str], inside: str) -> Recipe:
+        """This recipe for a decoder, whose ``names`` of parameters begin with ``inside``, under another head.
+
+        Lines of other heads, which match none of ``names``, are left out; a parameter of the head that no line matches
+        is replicated.
+        """
+
+        def kept(lines: Mapping[str, Layout]) -> dict[str, Layout]:
+            return {k: v for k, v in lines.items() if k.startswith(inside) or any(matches(k, name) for name in names)}
+
+        parameters, optional = kept(self.parameters), kept(self.optional)
+        head = [name for name in names if not name.startswith(inside)]
+        left = [name for name in head if not any(matches(k, name) for k in (*parameters, *optional))]
+        return replace(self, parameters=parameters | {name: {} for name in left}, optional=optional)
 
     def with_compute(self, text: str) -> Recipe:
         """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.

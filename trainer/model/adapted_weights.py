@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError, did_you_mean
+from shardwright.model.classifier import head_of
 from shardwright.models.adapters.lora import adaptable
 from shardwright.models.experts.expert_families import experts_modules
 
@@ -74,7 +75,7 @@ def endings(model: PreTrainedModel) -> list[str]:
 
 def inner_weights(model: PreTrainedModel) -> list[str]:
     """The weights of linear layers and of experts, without the head."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     return [name for name in adapted_shapes(model) if model.get_submodule(name.rpartition(".")[0]) is not head]
 
 

@@ -189,6 +189,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
 def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
     """The model on the CPU in float64, all widths divided by the same number, so that they still fit together."""
     written = json.loads(json.dumps(config.to_dict(), default=str))
+    written["architectures"] = None  # a reward model's decoder is seen by its tokens' logits too
     config = AutoConfig.for_model(**written)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]

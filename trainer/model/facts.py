@@ -11,7 +11,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.model.meta_model import is_multimodal, meta_model, names_in_whole, whole_model
+from shardwright.model.classifier import head_of
+from shardwright.model.meta_model import is_multimodal, meta_model, names_in_whole, scores_texts, whole_model
 from shardwright.models.adapters.lora import Lora, adaptable, attach
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.layers import mtp
@@ -42,6 +43,7 @@ class ModelFacts:
         kind: the name of its class.
         experts: the dotted names of its modules that hold experts.
         parameters: how many numbers its parameters have, without LoRA factors.
+        scores_texts: it is one of sequence classification, and no causal language model.
 
     ``train_mtp``: the model has its MTP layers, which transformers leaves out.
     """
@@ -51,11 +53,13 @@ class ModelFacts:
         self.kind, self.experts = type(self.model).__name__, experts_modules(self.model)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.answers: dict[Any, Any] = {}
+        self.scores_texts = scores_texts(config)
 
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
         """The model of a full checkpoint, on meta; for a multimodal config ``model`` is its text part."""
-        return whole_model(self.config) if is_multimodal(self.config) else self.model
+        several = is_multimodal(self.config) and not self.scores_texts
+        return whole_model(self.config) if several else self.model
 
     @functools.cached_property
     def names_in_whole(self) -> dict[str, str]:
@@ -117,14 +121,16 @@ class ModelFacts:
         text, model = self.config.get_text_config(), self.adapted(lora)
         share = self.routing[0] / self.routing[1] if self.routing else 1.0
         looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
-        looked_up -= {id(p) for p in model.get_output_embeddings().parameters()}
+        head = head_of(model)
+        looked_up -= {id(p) for p in head.parameters()} if head is not None else set()
         weights = 0.0
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
                 weights += each * parameter.numel() * (share if name.rpartition(".")[0] in self.experts else 1.0)
         further = len(mtp.layer_names(model))  # each uses the head once more
-        weights += 6 * further * sum(p.numel() for p in model.get_output_embeddings().parameters())
+        if further and head is not None:
+            weights += 6 * further * sum(p.numel() for p in head.parameters())
         heads, depth = text.num_attention_heads, text.num_hidden_layers + further
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         window = min(getattr(text, "sliding_window", None) or length, length)

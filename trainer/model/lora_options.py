@@ -15,6 +15,7 @@ from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model import base_storage
 from shardwright.model.adapted_weights import inner_weights, means, pattern_of, targets_of, words_of
+from shardwright.model.classifier import head_parameters
 from shardwright.model.facts import ModelFacts
 from shardwright.model.peft_config import check_lora, read_config, saved_parameters
 from shardwright.model.peft_names import in_layers, is_excluded
@@ -32,7 +33,8 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
     if args.lora_r is None:
         return None
     targets = _filtered(args, targets_of(args.lora_target, model, names), names)
-    saved = _saved(args.modules_to_save, model)
+    # as PEFT trains it for sequence classification
+    saved = list(dict.fromkeys([*_saved(args.modules_to_save, model), *head_parameters(model)]))
     targets = [name for name in targets if name not in saved]
     alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
     lora = Lora(
@@ -115,6 +117,8 @@ def plan_of(
 ) -> ShardingPlan:
     """The plan of the model with the factors of ``lora``, weights stored as in ``args``; raises as `make_plan`."""
     dtypes, model = args.state_dtypes, facts.model
+    if facts.scores_texts:
+        recipe = recipe.with_head([name for name, _ in model.named_parameters()], f"{model.base_model_prefix}.")
     if lora is None:
         return make_plan(recipe, model, devices, **dtypes, optim=args.optim)
     packing = base_storage.packing_of(args.base_dtype, facts.config)

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -177,8 +178,15 @@ def is_multimodal(config: PretrainedConfig) -> bool:
     return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
 
 
+def scores_texts(config: PretrainedConfig) -> bool:
+    """Whether ``config`` says that its model is one of sequence classification."""
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
+    own = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    return own is not None and own in (config.architectures or ())
+
+
 def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedModel:
-    """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
+    """The causal-LM model of ``config`` on meta, or that of sequence classification: names, shapes, ties, no memory.
 
     For a multimodal config it is the text part: the family's own causal-LM class of the text, with that class's names,
     or if there is none the whole class without the parts that text never meets.
@@ -199,6 +207,12 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
             why="there are no MTP layers to build",
             instead=f"no --train_mtp; or a checkpoint that has such layers, of type {', '.join(mtp.FORMATS)}",
         )
+    if scores_texts(config):
+        model = _on_meta(AutoModelForSequenceClassification.from_config, config)
+        text = model.config.get_text_config()
+        # with none its forward takes a single row; after it is built, since it is a part of some embeddings
+        text.pad_token_id = 0 if text.pad_token_id is None else text.pad_token_id
+        return model
     if is_multimodal(config):
         return _text_part(config)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -223,7 +237,8 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
     """The model of a full checkpoint on meta, with all parts of a multimodal one; raises as :func:`meta_model`."""
-    return _on_meta(AutoModelForImageTextToText.from_config, config) if is_multimodal(config) else meta_model(config)
+    several = is_multimodal(config) and not scores_texts(config)
+    return _on_meta(AutoModelForImageTextToText.from_config, config) if several else meta_model(config)
 
 
 def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:

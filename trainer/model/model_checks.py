@@ -14,6 +14,7 @@ from shardwright.models.experts.routing import routers, selection_biases
 def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> None:
     """Raises UserError for a model that can't be trained with ``recipe`` and ``args`` on any devices."""
     _check_family(facts)
+    _check_head(args, facts)
     name = attention_of(recipe, args, facts)
     if args.isolate_documents:
         _check_isolation(recipe, facts, name)
@@ -47,6 +48,17 @@ def _check_family(facts: ModelFacts) -> None:
             found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
             why="each key head serves equally many query heads",
             instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
+        )
+
+
+def _check_head(args: TrainingArguments, facts: ModelFacts) -> None:
+    """Refuse a reward model where a language model is trained or measured."""
+    if facts.scores_texts and not args.entry.scores_texts:
+        raise UserError(
+            asked=f"{facts.kind} as a language model",
+            found="a model of sequence classification, which scores a text and has no head for tokens",
+            why="there are no next tokens to train, to measure or to write",
+            instead="--objective reward, to train it further and to measure it on pairs; or a causal language model",
         )
 
 

@@ -14,6 +14,7 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.model.adapted_weights import ALL, adapted_shapes, check_untied, endings, inner_weights, means, shortest
+from shardwright.model.classifier import head_parameters
 from shardwright.model.peft_names import (
     chosen_modules,
     chosen_parameters,
@@ -80,7 +81,7 @@ def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mappi
     modules = [name for name, _ in model.named_modules()]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if head_parameters(model) else "CAUSAL_LM",
         "base_model_name_or_path": base and split(base)[0],
         "revision": base and split(base)[1],
         "inference_mode": True,
@@ -181,7 +182,8 @@ def options_of(
             why="it describes no LoRA adapter",
             instead="peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')",
         ) from error
-    _check_plain(values, found, model, asked, PLAIN | PLAIN_AT_THE_START)
+    tasks = {"task_type": (*PLAIN_AT_THE_START["task_type"], "SEQ_CLS")} if head_parameters(model) else {}
+    _check_plain(values, found, model, asked, PLAIN | PLAIN_AT_THE_START | tasks)
     if not everything:
         _check_words(given, found, model, names)
     known = [name for name, _ in model.named_parameters()]

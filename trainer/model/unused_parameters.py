@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwright.errors import UserError, in_short
 from shardwright.model.facts import ModelFacts, once
+from shardwright.model.meta_model import scores_texts
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts import experts_interface as experts
@@ -81,7 +82,10 @@ def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
     with masks_without_reads(), torch.enable_grad(), contextlib.ExitStack() as stack:
         if mtp.layer_names(model):
             further = stack.enter_context(predicting(model, batch, torch.ones(())))
-        loss: torch.Tensor = model(**inputs).loss
+        if scores_texts(model.config):
+            del inputs["labels"]
+        found = model(**inputs)
+        loss: torch.Tensor = found.logits.sum() if scores_texts(model.config) else found.loss
         return functools.reduce(operator.add, further, loss)
 
 

@@ -136,6 +136,9 @@ class Objective:
         further: numbers that :meth:`counts` has behind those of the parts, for logged values alone.
         reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
         refuses: option → why it can't be combined with this objective.
+        scores_texts: the model has a score in place of its head: its logits are [B, S, 1].
+        overflow: what becomes of samples longer than a row, unless ``--overflow`` says it.
+        padding: the tokenizer's padding token; -1: it has none, or there is no tokenizer yet.
     """
 
     title: ClassVar[str]
@@ -147,6 +150,9 @@ class Objective:
     logged: ClassVar[tuple[str, ...]] = ()
     further: ClassVar[int] = 0
     reference: ClassVar[str | None] = None
+    scores_texts: ClassVar[bool] = False
+    overflow: ClassVar[str] = "truncate_right"
+    padding: int = -1
 
     def __init__(self, values: Mapping[str, Any], length: int) -> None:
         """``values`` of the options by name; one that is not among them has its default."""

@@ -147,7 +147,7 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     goal, routers = job.args.goal, router_load.router_losses(job)
     further = job.args.mtp_loss_weight if job.args.train_mtp else None
     noise = job.args.neftune_noise_alpha or 0.0
-    return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, further, pieces, noise)
+    return Loss(model, prepare, inside, leaves, job.router_loss, goal, routers, own, further, pieces, noise)
 
 
 def _constrain_output(layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:

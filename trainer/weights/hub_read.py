@@ -29,6 +29,7 @@ from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.model.base_storage import quantization_settings
+from shardwright.model.classifier import head_parameters
 from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
@@ -41,6 +42,7 @@ from shardwright.weights.mtp import is_mtp
 from shardwright.weights.names import first_names, parameter_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.weight_files import GGUF, files_in, open_file, refused, unreadable
+from shardwright.weights.weight_sources import in_dtype, seeded_init
 from shardwright.weights.wrapper_prefixes import without_prefixes
 
 _PLAIN = "the checkpoint in bfloat16 or float32"
@@ -64,8 +66,8 @@ class HubWeights:
     corrupt; tensors are missing, left over, or of another shape than the config says; or tied parameters differ.
     """
 
-    def __init__(self, asked: str, files: Sequence[Path | RemoteFile], model: PreTrainedModel) -> None:
-        self.asked, self.model, self.mtp = asked, model, mtp.layer_names(model)
+    def __init__(self, asked: str, files: Sequence[Path | RemoteFile], model: PreTrainedModel, seed: int = 0) -> None:
+        self.asked, self.model, self.mtp, self.seed = asked, model, mtp.layer_names(model), seed
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
         opened = {name: (array, file) for file in files for name, array in self._open(file).items()}
@@ -74,6 +76,7 @@ class HubWeights:
         self.tensors = self.published.tensors
         self.formats.update(weight.form.title for weight in self.published.packed.values())
         self.groups = self._match()
+        self.begun, self.left = self._other_head()
         self.untrained = self._set_aside()  # by the files' names: what they hold, and the model goes without
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
         self.group_of: dict[str, Group] = {}
@@ -104,6 +107,9 @@ class HubWeights:
             if twin in self.group_of:
                 lazy = self._convert(twin, self.group_of[twin])[twin]
                 return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
+        if name in self.begun:
+            dtype = self(next(iter(self.group_of))).dtype
+            return in_dtype(seeded_init(self.model, self.seed), dtype, lambda name: None)(name)
         return self.model.get_buffer(name)  # no file need hold it: the model's class has computed it
 
     def _open(self, file: Path | RemoteFile) -> Mapping[str, Array]:
@@ -170,6 +176,17 @@ class HubWeights:
             groups.setdefault(name, Group(transform)).members.append((pattern or key, tensor))
         return groups
 
+    def _other_head(self) -> tuple[list[str], list[str]]:
+        """Takes another head's groups out, where files of a language model become a reward model's decoder.
+
+        Returns the parameters of the model's own head, which begin anew, and the other one's tensors in the files.
+        """
+        own, decoder = head_parameters(self.model), f"{self.model.base_model_prefix}."
+        if not own or self.groups.keys() & set(own):
+            return [], []
+        other = [name for name in self.groups if not name.startswith(decoder) and not is_mtp(name, self.model.config)]
+        return own, [tensor for name in other for _, tensor in self.groups.pop(name).members]
+
     def _set_aside(self) -> dict[str, Array]:
         """Takes the groups out that no parameter needs and none misses: MTP layers, what its family says to ignore.
 
@@ -212,7 +229,7 @@ class HubWeights:
         state = self.model.state_dict()
         absent = (state.keys() - found.keys()) & self.tied.keys()
         missing, unexpected = self._adjusted(state.keys() - found.keys(), found.keys() - state.keys())
-        missing = (missing - absent) | {n for n in absent if not found.keys() & self.tied[n]}
+        missing = (missing - absent) | {n for n in absent if not found.keys() & self.tied[n]} - set(self.begun)
         further = {name for name in state if name.startswith(tuple(f"{layer}." for layer in self.mtp))}
         if further and further <= missing:
             raise UserError(
@@ -255,26 +272,30 @@ class HubWeights:
                     raise refused(self.asked, f"{held[0]} and {twin} differ in its files", why, instead)
 
 
-def open_hub_weights(name: str, model: PreTrainedModel, console: Console | None = None) -> HubWeights:
+def open_hub_weights(name: str, model: PreTrainedModel, console: Console | None = None, seed: int = 0) -> HubWeights:
     """Opens the weights of ``model`` (on meta) in the folder ``name``, or of that hub id (``id@revision``), fetched.
 
-    Raises UserError if there are none, or :class:`HubWeights` refuses them.
+    ``seed`` is of a reward model's head, where the files are a language model's. Raises UserError if there are none, or
+    :class:`HubWeights` refuses them.
     """
     console = console or Console(quiet=True)
     if not os.path.exists(name) and not is_hub_name(name):
         why = "what looks like a path must lie here"
         raise refused(name, f"no folder {name}", why, "the folder of the weights, or a hub id")
     folder = Path(name) if os.path.exists(name) else fetched(name, console)
-    found = HubWeights(name, files_in(name, folder), model)
+    found = HubWeights(name, files_in(name, folder), model, seed)
     if found.prefixes:
         say(console, f"weights: names without {' and '.join(map(repr, found.prefixes))}")
+    if found.begun:
+        without = f", without {first_names(found.left)}" if found.left else ""
+        say(console, f"weights: those of a language model{without}; {first_names(found.begun)} begins at random")
     return found
 
 
-def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console) -> HubWeights | None:
+def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console, seed: int = 0) -> HubWeights | None:
     """The weights that a run started from, for what they hold beside the model; None, and a word, if they are gone."""
     try:
-        return open_hub_weights(name, model, console)
+        return open_hub_weights(name, model, console, seed)
     except UserError as error:
         say(
             console,

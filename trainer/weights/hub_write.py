@@ -27,6 +27,7 @@ from shardwright.files.arrays import LazyArray, keeping_last, whole
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
+from shardwright.model.classifier import head_parameters, padding_token
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
@@ -255,7 +256,7 @@ def _write_description(
 ) -> None:
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
-    base, generation = config.name_or_path, model.generation_config
+    base, generation = config.name_or_path, getattr(model, "generation_config", None)
     parts = (config.get_text_config(), config)
     there = next((part for part in parts if getattr(part, "quantization_config", None)), config)
     for part in parts:
@@ -273,6 +274,8 @@ def _write_description(
             model.generation_config = generation
         if tokenizer is not None:
             align_special_tokens(model, tokenizer)  # as transformers' Trainer does: what ends a text ends a generation
+            if head_parameters(model):
+                config.get_text_config().pad_token_id = padding_token(tokenizer)  # which says where a text ends
         config.save_pretrained(scratch)
         if model.can_generate():
             # not by save_pretrained, which refuses some of the hub's generation configs

@@ -28,6 +28,7 @@ from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
 from shardwright.model.base_storage import quantization_settings
+from shardwright.model.classifier import head_of
 from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
@@ -242,7 +243,7 @@ def quantize(
     chosen = [name for name in linear if _around(name) not in mixed]
     beside = {**tensors, **{name: Lazy.of(array) for name, array in untrained.items()}}
     left = {name for name, lazy in beside.items() if lazy.like.dim() == 2 and name.endswith(".weight")} - set(chosen)
-    head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    head = {name for name, module in model.named_modules() if module is head_of(model)}
     left_out = sorted(head | {name.removesuffix(".weight") for name in left}, key=dot_natural_key)
     forms = dict.fromkeys(chosen, scheme.form)
     unread = [name for name in linear if name not in forms]
