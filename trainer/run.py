@@ -23,6 +23,7 @@ from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.reference_rows import not_one_dataset
+from shardwright.evaluation.teacher import check_records, teacher_of
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.lock import FolderLock
@@ -64,6 +65,7 @@ class Start:
     restarts: Restarts | None
     date: str  # of the run's first start
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
+    teacher: Job | None = None
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -141,6 +143,7 @@ class Start:
                 compute_metrics=self.given.compute_metrics,
                 goes_on_after=self.goes_on_after,
                 after=self.rollbacks.why or (self.restarts.before.why if self.restarts else ""),
+                teacher=self.teacher,
             )
         for _ in range(0 if back is None else back.batches):
             next(loop.batches)
@@ -255,6 +258,7 @@ def _prepared(
     job = replace(job, args=replace(job.args, output_dir=output))
     args = job.args
     tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
+    teacher = teacher_of(job, tokenizer)
     lock = FolderLock(output_folder.output_folder(args), console)
     if writes:
         hosts().once(lock.check_free)
@@ -279,7 +283,7 @@ def _prepared(
         source = reopen_hub_weights(args.model, job.facts.whole, console)
     first = None if resume is None else resume.host["data"].get("date")
     date = first or hosts().once(lambda: datetime.date.today().isoformat())
-    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date)
+    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date, teacher=teacher)
 
 
 def _at_its_commit(job: Job, resume: RunCheckpoint, asked: str | None) -> Job:
@@ -304,6 +308,7 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
     shapes = shapes_of(dataset, args.reads)
     if len(shapes) > 1 and args.entry.reference:
         raise not_one_dataset(mixed=True)
+    check_records(args, shapes)
     if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job
     try:

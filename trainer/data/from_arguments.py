@@ -84,5 +84,6 @@ def data_options(
             stops=stops,
             split_special_tokens=args.split_special_tokens,
             groups=args.goal.groups,
+            taught=int(args.goal.numbers["teacher_top_k"]) if args.entry.teacher and args.teacher is None else None,
         ),
     )

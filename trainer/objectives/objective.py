@@ -111,6 +111,7 @@ class Objective:
             own, the mean cross entropy of the scored targets, and :meth:`counts` their number, 0-d.
         logged: names of values logged beside the loss: means, divided by the first count.
         reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
+        teacher: the one that holds another model's values, as :meth:`refer` gives them; None: there is no such model.
         refuses: option → why it can't be combined with this objective.
     """
 
@@ -122,6 +123,7 @@ class Objective:
     parts: ClassVar[tuple[str, ...]] = ()
     logged: ClassVar[tuple[str, ...]] = ()
     reference: ClassVar[str | None] = None
+    teacher: ClassVar[str | None] = None
 
     def __init__(self, numbers: Mapping[str, float], length: int) -> None:
         self.numbers, self.length = numbers, length

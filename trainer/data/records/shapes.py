@@ -12,11 +12,12 @@ from datasets.features.features import require_decoding  # semi-private: dataset
 
 from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
+from shardwright.objectives.distill import IDS, LOGPS
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
-# columns that may be lists; but for the first, a string too: the JSON of a list, or a text
-_LISTS = ("input_ids", "messages", "conversations", "prompt", "completion", "chosen", "rejected")
+# columns that may be lists; but for the first three, a string too: the JSON of a list, or a text
+_LISTS = ("input_ids", IDS, LOGPS, "messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
 class BadRecord(ValueError):
@@ -95,4 +96,4 @@ def _unread(asked: str, found: str, reads: Sequence[RecordShape]) -> UserError:
 def _fits(column: str, feature: Any) -> bool:
     if column in _LISTS and feature is not None and not isinstance(feature, Value):
         return True
-    return column != "input_ids" and getattr(feature, "dtype", None) in ("string", "large_string")
+    return column not in _LISTS[:3] and getattr(feature, "dtype", None) in ("string", "large_string")

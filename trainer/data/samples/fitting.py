@@ -19,6 +19,7 @@ from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives.distill import TEACHER, width
 from shardwright.objectives.objective import RecordShape
 
 
@@ -35,6 +36,7 @@ class SampleOptions:
         None  # names of special tokens in texts are letters; False: tokens; None: letters
     )
     groups: int | None = None  # the most records that share a row; None: as many as fit
+    taught: int | None = None  # tokens of a teacher to keep at each target, of records that hold them; None: none
 
 
 class FittingObserver(Protocol):
@@ -70,6 +72,8 @@ class SamplePacker(AnyPacker):
         self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
         parse = options.split_special_tokens is False
         self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops, parse)
+        if options.taught is not None:
+            self.encoder.taught, self.widths = options.taught, {TEACHER: width(options.taught)}
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     def rows(self, documents: Sequence[str]) -> Columns:
@@ -125,7 +129,9 @@ class SamplePacker(AnyPacker):
         return [tuple(_part(s, 0, n) for s, n in zip(group, sizes, strict=True))]
 
     def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
-        columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
+        size = (len(rows), self.length)
+        columns = {name: np.zeros(size, dtype=np.int32) for name in self.columns if name not in self.widths}
+        columns |= {name: np.zeros((*size, wide), dtype=np.float32) for name, wide in self.widths.items()}
         columns["input_ids"][:], columns["labels"][:] = self.padding, IGNORE
         for row, samples in enumerate(rows):
             start = 0
@@ -133,6 +139,8 @@ class SamplePacker(AnyPacker):
                 place = (row, slice(start, start := start + len(sample.tokens)))
                 columns["input_ids"][place], columns["labels"][place] = sample.tokens, sample.labels
                 columns["labels"][row, place[1].start] = IGNORE  # a first token is predicted from nothing
+                if sample.taught is not None:  # at the position that predicts each
+                    columns[TEACHER][row, place[1].start : place[1].stop - 1] = sample.taught[1:]
                 if self.isolate:
                     columns["segment_ids"][place] = number
                     columns["position_ids"][place] = np.arange(len(sample.tokens))
@@ -172,7 +180,8 @@ def _all_scored(group: Group) -> bool:
 
 
 def _part(sample: Sample, start: int, end: int) -> Sample:
-    return Sample(sample.tokens[start:end], sample.labels[start:end])
+    taught = None if sample.taught is None else sample.taught[start:end]
+    return Sample(sample.tokens[start:end], sample.labels[start:end], taught=taught)
 
 
 def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:
