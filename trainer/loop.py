@@ -23,7 +23,6 @@ from shardwright.errors import UserError
 from shardwright.evaluation.heldout import Evaluator
 from shardwright.evaluation.prompt_samples import Samples
 from shardwright.evaluation.reference_rows import check_sets, referred
-from shardwright.evaluation.teacher_rows import taught
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
@@ -60,7 +59,6 @@ class TrainingLoop:
         compute_loss: the loss, of the model's outputs, in place of its own.
         goes_on_after: whether the run begins again after an error, so that the model is not written out then.
         after: the error that ended the process before this one, if the run itself goes on after it.
-        teacher: the job of the model to learn from, which is on the devices before this one's.
         lock: the output folder's, where the caller holds it already; else :meth:`train` takes it.
 
     Raises:
@@ -82,10 +80,8 @@ class TrainingLoop:
         compute_metrics: ComputeMetrics | None = None,
         goes_on_after: Callable[[Exception], bool] = lambda error: False,
         after: str = "",
-        teacher: Job | None = None,
     ) -> None:
         corpus, self.reference = referred(corpus, job.args)
-        corpus, learned = taught(corpus, job, teacher)
         held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
         hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
         job, self.state, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
@@ -113,8 +109,6 @@ class TrainingLoop:
             self.watch.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
 
         # ---- weights and steps ----
-        if learned is not None:
-            learned.learn(self.console)
         if (words := notice(*job.unused)) is not None and job.lora is None:  # job.unused refuses a loss of no parameter
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
@@ -196,7 +190,7 @@ class TrainingLoop:
         Raises:
             UserError: the objective compares with the starting weights or a teacher, which did not see ``sets``.
         """
-        check_sets(self.args.goal, sets)
+        check_sets(self.args, sets)
         self._refer(kept=False)
         return self.evaluator(sets, prefix)
 

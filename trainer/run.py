@@ -24,6 +24,7 @@ from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.reference_rows import not_one_dataset
 from shardwright.evaluation.teacher import check_records, teacher_of
+from shardwright.evaluation.teacher_rows import taught
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.lock import FolderLock
@@ -129,6 +130,7 @@ class Start:
             if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):
                 say(console, f"warning: {stale}")
         corpus = hosts().together(lambda: _load_data(self, console))
+        corpus = taught(corpus, self.job, self.teacher, console)  # before the student needs the devices' memory
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
             loop = TrainingLoop(
@@ -143,7 +145,6 @@ class Start:
                 compute_metrics=self.given.compute_metrics,
                 goes_on_after=self.goes_on_after,
                 after=self.rollbacks.why or (self.restarts.before.why if self.restarts else ""),
-                teacher=self.teacher,
             )
         for _ in range(0 if back is None else back.batches):
             next(loop.batches)

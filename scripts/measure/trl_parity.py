@@ -67,25 +67,39 @@ PREFERENCES: dict[str, dict[str, float]] = {
 }
 
 
+# (family, whether with LoRA, beta) of students of a teacher of another shape
+STUDENTS = [("llama", False, 0.0), ("llama", False, 0.5), ("llama", False, 1.0), ("llama", True, 0.5)]
+STUDENTS += [("mixtral", False, 0.5)]
+TEACHER = {**CONFIGS["llama"], "hidden_size": 96, "num_hidden_layers": 3}
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     tuned = itertools.product(["sft"], CONFIGS, (False, True), (True, False))
     preferring = itertools.product(PREFERENCES, CONFIGS, (False, True), [True])
     for objective, family, lora, packed in (*tuned, *preferring):
         if lora and objective in ("orpo", "simpo"):
             continue
-        name = f"{objective} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}"
-        yield (
-            name,
-            {
-                "family": family,
-                "config": CONFIGS[family],
-                "objective": objective,
-                "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
-                "packed": packed,
-                "options": OPTIONS,
-                "numbers": PREFERENCES.get(objective, {}),
-            },
-        )
+        yield _case(objective, family, lora, packed, PREFERENCES.get(objective, {}))
+    for family, lora, beta in STUDENTS:
+        name, case = _case("distill", family, lora, True, {"beta": beta})
+        # trl adds no router loss to it
+        config = {**CONFIGS[family], **({"router_aux_loss_coef": 0.0} if family == "mixtral" else {})}
+        yield name.replace("distill", f"distill beta={beta}"), {**case, "config": config, "teacher": TEACHER}
+
+
+def _case(objective: str, family: str, lora: bool, packed: bool, numbers: Mapping[str, float]) -> tuple[str, Case]:
+    return (
+        f"{objective} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}",
+        {
+            "family": family,
+            "config": CONFIGS[family],
+            "objective": objective,
+            "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
+            "packed": packed,
+            "options": OPTIONS,
+            "numbers": numbers,
+        },
+    )
 
 
 def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float]:
@@ -120,7 +134,7 @@ def _records(case: Case) -> Iterator[dict[str, str]]:
         length = int(rng.integers(6, 59) if case["packed"] else np.exp(rng.uniform(np.log(8), np.log(LENGTH - 1))))
         asked = int(rng.integers(1, length - 1))
         prompt, answer = words(asked), words(length - asked)
-        if case["objective"] == "sft":
+        if case["objective"] in ("sft", "distill"):
             yield {"prompt": prompt, "completion": answer}
         else:
             most = min(30, LENGTH - length - asked - 2)  # pairs must fit into a row: trl ends cut ones too
@@ -130,6 +144,8 @@ def _records(case: Case) -> Iterator[dict[str, str]]:
 def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     """(log of each step, samples of each step's batch, fullness of the rows)."""
     adapter: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
+    # the whole vocabulary, as trl has it
+    taught = {"teacher": str(folder / "teacher"), "teacher_top_k": SIZES["vocab_size"]} if "teacher" in case else {}
     args = TrainingArguments(
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
@@ -140,6 +156,7 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
         **OURS,
         **RECIPES[case["family"]],
         **case["numbers"],
+        **taught,
         **OPTIONS,
         **adapter,
     )
@@ -148,7 +165,7 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     rows = TrainingBatches(done.corpus.train, done.job.rows, args.seed, 0, 1, done.job.row_lengths)
     taken = list(itertools.islice(rows, STEPS))
     batches = [_samples(batch) for batch in taken]
-    if case["objective"] != "sft":
+    if case["objective"] in PREFERENCES:
         batches = [_pairs(samples, case["objective"]) for samples in batches]
     used = sum(int((batch["segment_ids"] > 0).sum()) for batch in taken)
     return entries, batches, used / sum(batch["segment_ids"].numel() for batch in taken)

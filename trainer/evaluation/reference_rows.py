@@ -229,12 +229,13 @@ def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference
     return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
 
 
-def check_sets(objective: Objective, sets: Mapping[str, StoredRows] | None) -> None:
+def check_sets(args: TrainingArguments, sets: Mapping[str, StoredRows] | None) -> None:
     """Refuse other ``sets`` than the run's own where the loss compares with the starting weights or with a teacher."""
-    if sets is not None and (objective.reference or objective.teacher):
+    beside = "a teacher" if args.teacher else "the starting weights"
+    if sets is not None and (args.entry.reference or args.teacher):
         raise UserError(
             asked="to evaluate other rows than those of the run",
-            found=f"an objective that compares with {'the starting weights' if objective.reference else 'a teacher'}",
+            found=f"an objective that compares with {beside}",
             why="what they say of each row is computed before the first step, of the run's own rows",
             instead="evaluate() of the run's own sets, which eval_dataset names from the start",
         )

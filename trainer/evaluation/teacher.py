@@ -85,11 +85,11 @@ def _check_tokenizer(asked: str, name: str, words: int, tokenizer: PreTrainedTok
     differs = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
     if differs:
         number, token = min(differs)
-        has = f"its token {theirs[token]}" if token in theirs else "no token of it"
+        has = f"token {theirs[token]}" if token in theirs else "none"
         raise _refused(
             asked,
-            f"{len(differs)} of {len(ours)} tokens of the student's tokenizer are others in the teacher's: the first is "
-            f"{token!r}, {number}, which is {has}",
+            f"{len(differs)} of {len(ours)} tokens of the student's tokenizer are others in the teacher's: the first, "
+            f"{token!r}, is token {number}, and of the teacher {has}",
             "what it says of its tokens is learned as said of the student's",
             "a teacher and a student with one tokenizer, as of one family",
         )

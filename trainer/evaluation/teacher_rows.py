@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -97,7 +97,10 @@ def _scored(columns: Columns) -> np.ndarray:
 
 
 class Taught:
-    """The rows of a run, to train on and of evaluated sets, with the values of the ``teacher``'s job."""
+    """The rows of a run, to train on and of evaluated sets, with the values of the ``teacher``'s job.
+
+    Raises UserError if they are not those of one stored dataset.
+    """
 
     def __init__(self, corpus: Corpus, student: Job, teacher: Job) -> None:
         if not isinstance(corpus.train, StoredRows):
@@ -220,22 +223,23 @@ def _publish(part: Path, folder: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)  # where another host published its own first
 
 
-def taught(corpus: Corpus, job: Job, teacher: Job | None) -> tuple[Corpus, Taught | None]:
-    """``corpus`` with the column that ``teacher`` is to fill, its held-out sets cut to the evaluated rows.
+def taught(corpus: Corpus, job: Job, teacher: Job | None, console: Console) -> Corpus:
+    """``corpus`` with what ``teacher`` says of its rows, its held-out sets cut to the evaluated ones.
 
-    Raises UserError if the objective needs one that neither a teacher nor the rows have, or the rows are not stored.
+    Raises UserError if the objective needs a teacher and neither it nor the rows have one, or as :class:`Taught`.
     """
     if (column := job.args.goal.teacher) is None:
-        return corpus, None
+        return corpus
     if teacher is None:
-        _check_given(corpus, column, job.args.goal.columns[column])
-        return corpus, None
+        _check_given(corpus, column)
+        return corpus
     found = Taught(corpus, job, teacher)
+    found.learn(console)
     heldout = next(iter(found.sets.values()))
-    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
+    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {})
 
 
-def _check_given(corpus: Corpus, column: str, shape: Sequence[int]) -> None:
+def _check_given(corpus: Corpus, column: str) -> None:
     for rows in (corpus.train, *corpus.heldout_sets.values()):
         if not isinstance(rows, StoredRows) or column not in rows.dataset.column_names:
             raise UserError(

@@ -105,7 +105,7 @@ class Distillation(Objective):
     def _log_shares(self, logits: Tensor, ids: Tensor) -> Tensor:
         """The log-probabilities of ``ids`` [B, S, K] and of all other tokens together: [B, S, K + 1]; [B, S, V] of all.
 
-        Of the vocabulary's size it makes one tensor, the others' logits, as a cross entropy makes its log-probabilities.
+        One tensor is made of the vocabulary's size, the others' logits, as a cross entropy makes log-probabilities.
         The others are added up by themselves: of 1 minus the rest little would be left of a small share.
         """
         import torch
