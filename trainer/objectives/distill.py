@@ -103,19 +103,10 @@ class Distillation(Objective):
         return torch.cat([ids.to(torch.float32), shares.clamp(min=FLOOR), rest], -1)
 
     def _log_shares(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The log-probabilities of ``ids`` [B, S, K] and of all other tokens together: [B, S, K + 1]; [B, S, V] of all.
+        """The log-probabilities of ``ids`` [B, S, K], and of all other tokens together if there are any."""
+        from shardwright.models.ops.token_buckets import bucket_logits
 
-        One tensor is made of the vocabulary's size, the others' logits, as a cross entropy makes log-probabilities.
-        The others are added up by themselves: of 1 minus the rest little would be left of a small share.
-        """
-        import torch
-
-        scores = logits.to(torch.float32) / self.numbers["temperature"]
-        top = scores.gather(-1, ids)
-        if ids.shape[-1] < logits.shape[-1]:
-            others = scores.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-            top = torch.cat([top, others], -1)
-        return top.log_softmax(-1)
+        return bucket_logits(logits, ids, self.numbers["temperature"]).log_softmax(-1)
 
     def _divergence(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """The divergence [B, S] of log-shares [B, S, buckets], as trl 1.16 computes it of the whole vocabulary's."""
