@@ -190,9 +190,9 @@ class TrainingLoop:
         set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
 
         Raises:
-            UserError: the objective compares with the starting weights, which did not see ``sets``.
+            UserError: the objective compares with the starting weights or a teacher, which did not see ``sets``.
         """
-        check_sets(self.reference, sets)
+        check_sets(self.args, sets)
         self._refer(kept=False)
         return self.evaluator(sets, prefix)
 

@@ -24,6 +24,8 @@ from shardwright.data.rows.rows import StoredRows, few_rows
 from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.reference_rows import not_one_dataset
+from shardwright.evaluation.teacher import check_records, teacher_of
+from shardwright.evaluation.teacher_rows import taught
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.lock import FolderLock
@@ -65,6 +67,7 @@ class Start:
     restarts: Restarts | None
     date: str  # of the run's first start
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
+    teacher: Job | None = None
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -128,6 +131,7 @@ class Start:
             if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):
                 say(console, f"warning: {stale}")
         corpus = hosts().together(lambda: _load_data(self, console))
+        corpus = taught(corpus, self.job, self.teacher, console)  # before the student needs the devices' memory
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
             loop = TrainingLoop(
@@ -256,6 +260,7 @@ def _prepared(
     job = replace(job, args=replace(job.args, output_dir=output))
     args = job.args
     tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
+    teacher = teacher_of(job, tokenizer)
     lock = FolderLock(output_folder.output_folder(args), console)
     if writes:
         hosts().once(lock.check_free)
@@ -280,7 +285,7 @@ def _prepared(
         source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
     first = None if resume is None else resume.host["data"].get("date")
     date = first or hosts().once(lambda: datetime.date.today().isoformat())
-    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date)
+    return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date, teacher=teacher)
 
 
 def _at_its_commit(job: Job, resume: RunCheckpoint, asked: str | None) -> Job:
@@ -305,6 +310,7 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
     shapes = shapes_of(dataset, args.reads)
     if len(shapes) > 1 and args.entry.reference:
         raise not_one_dataset(mixed=True)
+    check_records(args, shapes)
     if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job
     try:

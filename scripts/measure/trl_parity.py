@@ -83,6 +83,12 @@ DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 OBJECTIVE_OF = {"apo_zero_unpaired": "kto", "hh": "dpo"}  # of kinds that are no objective
 
 
+# (family, whether with LoRA, beta) of students of a teacher of another shape
+STUDENTS = [("llama", False, 0.0), ("llama", False, 0.5), ("llama", False, 1.0), ("llama", True, 0.5)]
+STUDENTS += [("mixtral", False, 0.5)]
+TEACHER = {**CONFIGS["llama"], "hidden_size": 96, "num_hidden_layers": 3}
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     yield from _objectives()
     full = dict(_objectives())["dpo llama full packed"]
@@ -98,20 +104,28 @@ def _objectives() -> Iterator[tuple[str, dict[str, Any]]]:
     for kind, family, lora, packed in (*tuned, *preferring):
         if lora and kind in ("orpo", "simpo"):
             continue
-        name = f"{kind} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}"
-        yield (
-            name,
-            {
-                "family": family,
-                "config": CONFIGS[family],
-                "kind": kind,
-                "objective": OBJECTIVE_OF.get(kind, kind),
-                "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
-                "packed": packed,
-                "options": OPTIONS,
-                "numbers": PREFERENCES.get(kind, {}),
-            },
-        )
+        yield _case(kind, family, lora, packed, PREFERENCES.get(kind, {}))
+    for family, lora, beta in STUDENTS:
+        name, case = _case("distill", family, lora, True, {"beta": beta})
+        # trl adds no router loss to it
+        config = {**CONFIGS[family], **({"router_aux_loss_coef": 0.0} if family == "mixtral" else {})}
+        yield name.replace("distill", f"distill beta={beta}"), {**case, "config": config, "teacher": TEACHER}
+
+
+def _case(kind: str, family: str, lora: bool, packed: bool, numbers: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    return (
+        f"{kind} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}",
+        {
+            "family": family,
+            "config": CONFIGS[family],
+            "kind": kind,
+            "objective": OBJECTIVE_OF.get(kind, kind),
+            "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
+            "packed": packed,
+            "options": OPTIONS,
+            "numbers": numbers,
+        },
+    )
 
 
 def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float]:
@@ -146,7 +160,7 @@ def _records(case: Case) -> Iterator[dict[str, Any]]:
         length = int(rng.integers(6, 59) if case["packed"] else np.exp(rng.uniform(np.log(8), np.log(LENGTH - 1))))
         asked = int(rng.integers(1, length - 1))
         prompt, answer = words(asked), words(length - asked)
-        if case["objective"] == "sft":
+        if case["objective"] in ("sft", "distill"):
             yield {"prompt": prompt, "completion": answer}
         elif case["objective"] == "kto":
             # so short that an answer and a mismatched one fit into a row with their prompt
@@ -162,6 +176,8 @@ def _records(case: Case) -> Iterator[dict[str, Any]]:
 def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     """(log of each step, samples of each step's batch, fullness of the rows)."""
     adapter: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
+    # the whole vocabulary, as trl has it
+    taught = {"teacher": str(folder / "teacher"), "teacher_top_k": SIZES["vocab_size"]} if "teacher" in case else {}
     args = TrainingArguments(
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
@@ -172,6 +188,7 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
         **OURS,
         **RECIPES[case["family"]],
         **case["numbers"],
+        **taught,
         **OPTIONS,
         **adapter,
     )
@@ -183,7 +200,7 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     batches = [[sample for _, sample in each] for each in segments]
     if case["objective"] == "kto":
         batches = [_examples(each, len(args.goal.segments)) for each in segments]
-    elif case["objective"] != "sft":
+    elif case["objective"] in PREFERENCES:
         batches = [_pairs(samples, case["kind"]) for samples in batches]
     used = sum(int((batch["segment_ids"] > 0).sum()) for batch in taken)
     return entries, batches, used / sum(batch["segment_ids"].numel() for batch in taken)

@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
 )
 
@@ -43,6 +44,7 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kto": ("trl", "KTO", {"max_length": None}),
     "reward": ("trl", "Reward", {"max_length": None}),
     "orpo": ("trl.experimental.orpo", "ORPO", {"max_length": 128}),
+    "distill": ("trl.experimental.gkd", "GKD", {"max_length": None, "lmbda": 0.0}),
     "simpo": ("trl.experimental.cpo", "CPO", {"max_length": 128, "loss_type": "simpo", "cpo_alpha": 0.0}),
 }
 
@@ -59,16 +61,25 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
+    if "teacher" in case:
+        _drawn(AutoModelForCausalLM, case["teacher"], seed=1, width=1.6).save_pretrained(folder / "teacher")
+        tokenizer.save_pretrained(folder / "teacher")
     (kind, task), label = _kind(case), {"num_labels": 1} if case["objective"] == "reward" else {}
-    model = kind.from_config(AutoConfig.for_model(**case["config"], **label), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():  # so wide that attention and experts are far from uniform
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
+    model = _drawn(kind, {**case["config"], **label}, seed=0, width=0.8)
     model.save_pretrained(folder / "model")
     if case["lora"]:
         get_peft_model(model, LoraConfig(task_type=task, **case["lora"])).save_pretrained(str(folder / "adapter"))
+
+
+def _drawn(kind: Any, config: dict[str, Any], seed: int, width: float) -> Any:
+    """A model of random weights, so wide that attention and experts are far from uniform."""
+    torch.manual_seed(seed)
+    model = kind.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=width * parameter.shape[-1] ** -0.5)
+    return model
 
 
 def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
@@ -121,7 +132,12 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
         # the configs of the two older trainers have no such coefficient: they use the model's
         options |= {coefficient: case["config"][coefficient]} if module == "trl" else {}
     arguments = config(**options, max_steps=len(batches), output_dir=str(folder / "trl"))
-    Given(model=model, args=arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer).train()
+    more: dict[str, Any] = {}
+    if "teacher" in case:
+        more["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+        more["data_collator"] = DataCollatorForSeq2Seq(tokenizer)
+    data = Dataset.from_list(samples)
+    Given(model=model, args=arguments, train_dataset=data, processing_class=tokenizer, **more).train()
     return found
 
 

@@ -9,10 +9,13 @@ from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.objective import Choice, Number, Objective
 
 MTP_WEIGHT = 0.1  # late in the pretraining of DeepSeek-V3 (arXiv:2412.19437) and GLM-4.5 (arXiv:2508.06471)
-_OWN: dict[str, list[Number | Choice]] = {}  # the options that some objectives have: name → each that it is for one
+
+# option → those of that name; where objectives differ in its default it is None until the objective is known
+_OWN: dict[str, list[Number | Choice]] = {}
 for _entry in OBJECTIVES.values():
     for _name, _option in _entry.options.items():
-        _OWN.setdefault(_name, []).append(_option)
+        if _option not in _OWN.setdefault(_name, []):
+            _OWN[_name].append(_option)
 
 
 def _help() -> str:
@@ -21,6 +24,23 @@ def _help() -> str:
         words = entry.shapes[0].words
         names.setdefault(entry.learns + (f", from records with {words}" if words else ""), []).append(name)
     return "What is learned: " + "; ".join(f"{learns} ({', '.join(own)})" for learns, own in names.items()) + "."
+
+
+def _default(options: list[Number | Choice]) -> float | None:
+    defaults = {option.default for option in options if isinstance(option, Number)}
+    return defaults.pop() if len(defaults) == 1 else None
+
+
+def _field(name: str, options: list[Number | Choice]) -> tuple[str, Any, Any]:
+    default, text = _default(options), " ".join(dict.fromkeys(own.help for own in options))
+    if isinstance(options[0], Choice):
+        return name, str | None, option(None, text)
+    kind = type(options[0].default)
+    if default is None:
+        own = {known: entry.options.get(name) for known, entry in OBJECTIVES.items()}
+        values = (f"{known} {number.default:g}" for known, number in own.items() if isinstance(number, Number))
+        text += f" Default: {', '.join(values)}."
+    return name, kind if default is not None else kind | None, option(default, text)
 
 
 @dataclass
@@ -40,6 +60,12 @@ class ObjectiveChoice(Checked):
         None, "Add uniform noise of at most this / sqrt(tokens of a row * hidden size) to embeddings in training (5)."
     )
 
+    teacher: str | None = option(
+        None,
+        "The model that distill learns from: a hub id (id@revision) or a folder, whose tokenizer is the student's. "
+        "Default: records hold what a teacher said.",
+    )
+
     @property
     def entry(self) -> type[Objective]:
         return OBJECTIVES[self.objective]
@@ -55,21 +81,26 @@ class ObjectiveChoice(Checked):
                 instead=f"no --mtp_loss_weight, or --train_mtp --mtp_loss_weight {self.mtp_loss_weight}",
             )
         self.at_least(0, "it is a size", "neftune_noise_alpha", instead=5)
-        for name, (own, *_) in _OWN.items():
-            value = getattr(self, name)
-            if isinstance(own, Number):
-                self.check(name, own.fits(value), own.why, own.default)
-            if value != _default(own) and name not in self.entry.options:
-                other = next(known for known, entry in OBJECTIVES.items() if name in entry.options)
-                raise UserError(
-                    asked=f"--{name} {value}",
-                    found=f"--objective {self.objective}",
-                    why=f"its loss has no such {'number' if isinstance(own, Number) else 'choice'}",
-                    instead=f"no --{name}, or --objective {other}",
-                )
-        for name, own in self.entry.options.items():
+        self.check_path("teacher")
+        if self.teacher is not None and self.entry.teacher is None:
+            other = next(known for known, entry in OBJECTIVES.items() if entry.teacher)
+            raise self._beside(f"--teacher {self.teacher}", "it learns from its records alone", "teacher", other)
+        for name, options in _OWN.items():
+            value, own = getattr(self, name), self.entry.options.get(name)
             if isinstance(own, Choice):
                 self._check_words(name, own)
+            elif own is not None:
+                value = own.default if value is None else value
+                setattr(self, name, value)
+                self.check(name, own.fits(value), own.why, own.default)
+            elif value != _default(options):
+                other = next(known for known, entry in OBJECTIVES.items() if name in entry.options)
+                kind = "number" if isinstance(options[0], Number) else "choice"
+                raise self._beside(f"--{name} {value}", f"its loss has no such {kind}", name, other)
+
+    def _beside(self, asked: str, why: str, name: str, other: str) -> UserError:
+        instead = f"no --{name}, or --objective {other}"
+        return UserError(asked=asked, found=f"--objective {self.objective}", why=why, instead=instead)
 
     def _check_words(self, name: str, choice: Choice) -> None:
         known, value = choice.known, getattr(self, name)
@@ -103,16 +134,6 @@ class ObjectiveChoice(Checked):
                             why=own.refuses[other],
                             instead=f"no --{name}, or no {other}",
                         )
-
-
-def _default(option: Number | Choice) -> float | None:
-    return option.default if isinstance(option, Number) else None
-
-
-def _field(name: str, options: list[Number | Choice]) -> tuple[str, Any, Any]:
-    first, texts = options[0], dict.fromkeys(own.help for own in options)
-    kind = type(first.default) if isinstance(first, Number) else str | None
-    return name, kind, option(_default(first), " ".join(texts))
 
 
 if TYPE_CHECKING:

@@ -337,7 +337,8 @@ class _Packing:
             ]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
-            key += [*samples.segments, *([options.date] if options.date else [])]
+            key += [*samples.segments, *([f"taught {samples.taught}"] if samples.taught else [])]
+            key += [options.date] if options.date else []
         elif options.labels:
             key += ["labels"]
         return [*key, "parsed"] if samples.split_special_tokens is False else key

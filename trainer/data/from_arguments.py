@@ -85,5 +85,6 @@ def data_options(
             split_special_tokens=args.split_special_tokens,
             groups=args.goal.groups,
             segments=args.goal.segments,
+            taught=int(args.goal.numbers["teacher_top_k"]) if args.entry.teacher and args.teacher is None else None,
         ),
     )

@@ -43,24 +43,29 @@ class _Referring(Objective):
 
     title, parts = "the reference pass", ("nothing",)
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, column: str, words: int | None) -> None:
         super().__init__({}, objective.length)
-        self.objective = objective
+        self.objective, self.column, self.words = objective, column, words
 
     def loss(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], counts: torch.Tensor) -> Tensors:
         """Zero, and the values by the name of their column; ``counts`` is not read."""
-        values = self.objective.refer(logits, batch)
-        return {"nothing": values.sum() * 0, str(self.objective.reference): values}
+        values = self.objective.refer(logits[..., : self.words], batch)
+        return {"nothing": values.sum() * 0, self.column: values}
 
 
 class ReferenceStep:
-    """Computes the reference column with the current weights, an adapter's left out."""
+    """Computes the reference column, or another that the objective refers to, with the current weights.
 
-    def __init__(self, placed: PlacedModel) -> None:
+    An adapter's are left out. ``words``: how many of the logits the objective is given; None: all.
+    """
+
+    def __init__(
+        self, placed: PlacedModel, column: str | None = None, words: int | None = None, name: str = REFERENCE_PASS
+    ) -> None:
         self.placed, self.loss = placed, copy.copy(placed.loss)
-        self.column = str(placed.loss.objective.reference)
-        self.loss.objective = _Referring(placed.loss.objective)
-        self.guard = CompileGuard(REFERENCE_PASS, expected=1)
+        self.column = column or str(placed.loss.objective.reference)
+        self.loss.objective = _Referring(placed.loss.objective, self.column, words)
+        self.guard = CompileGuard(name, expected=1)
 
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[np.ndarray]:
         """Yields each batch's column values, float32 [rows, ...]; ``batches`` are host tensors of [rows, S]."""
@@ -224,12 +229,13 @@ def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference
     return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
 
 
-def check_sets(reference: Reference | None, sets: Mapping[str, StoredRows] | None) -> None:
-    """Refuse other ``sets`` than the run's own where the loss compares with the starting weights."""
-    if reference is not None and sets is not None:
+def check_sets(args: TrainingArguments, sets: Mapping[str, StoredRows] | None) -> None:
+    """Refuse other ``sets`` than the run's own where the loss compares with the starting weights or with a teacher."""
+    beside = "a teacher" if args.teacher else "the starting weights"
+    if sets is not None and (args.entry.reference or args.teacher):
         raise UserError(
             asked="to evaluate other rows than those of the run",
-            found="an objective that compares with the starting weights",
+            found=f"an objective that compares with {beside}",
             why="what they say of each row is computed before the first step, of the run's own rows",
             instead="evaluate() of the run's own sets, which eval_dataset names from the start",
         )

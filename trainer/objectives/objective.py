@@ -135,6 +135,7 @@ class Objective:
             otherwise.
         further: numbers that :meth:`counts` has behind those of the parts, for logged values alone.
         reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
+        teacher: the one that holds another model's values, as :meth:`refer` gives them; None: there is no such model.
         refuses: option → why it can't be combined with this objective.
         scores_texts: the model has a score in place of its head: its logits are [B, S, 1].
         overflow: what becomes of samples longer than a row, unless ``--overflow`` says it.
@@ -153,6 +154,7 @@ class Objective:
     scores_texts: ClassVar[bool] = False
     overflow: ClassVar[str] = "truncate_right"
     padding: int = -1
+    teacher: ClassVar[str | None] = None
 
     def __init__(self, values: Mapping[str, Any], length: int) -> None:
         """``values`` of the options by name; one that is not among them has its default."""

@@ -304,11 +304,16 @@ def _by_micro_batch(tensor: Tensor, count: int) -> Tensor:
 
 def let_go(model: nn.Module, step: TrainStep) -> None:
     """Free the memory on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
+    free(model)
+    step.parameters.clear()
+    step.moments.clear()
+
+
+def free(model: nn.Module) -> None:
+    """Put the parameters of ``model`` on meta."""
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, nn.Parameter(torch.empty((), device="meta"), requires_grad=False))
-    step.parameters.clear()
-    step.moments.clear()
 
 
 def _restored_or_zeros(job: Job, restored: Source, name: str) -> Array:

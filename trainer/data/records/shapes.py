@@ -12,11 +12,12 @@ from datasets.features.features import require_decoding  # semi-private: dataset
 
 from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
+from shardwright.objectives.distill import IDS, LOGPS
 from shardwright.objectives.objective import KTO, RecordShape
 from shardwright.objectives.sft import SHAPES
 
-# columns that may be lists; but for the first, a string too: the JSON of a list, or a text
-_LISTS = ("input_ids", "messages", "conversations", "prompt", "completion", "chosen", "rejected")
+# columns that may be lists; but for the first three, a string too: the JSON of a list, or a text
+_LISTS = ("input_ids", IDS, LOGPS, "messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
 class BadRecord(ValueError):
@@ -98,4 +99,4 @@ def _fits(column: str, feature: Any) -> bool:
     kind = getattr(feature, "dtype", "")
     if column in KTO:
         return kind == "bool" or kind.startswith(("int", "uint"))
-    return column != "input_ids" and kind in ("string", "large_string")
+    return column not in _LISTS[:3] and kind in ("string", "large_string")

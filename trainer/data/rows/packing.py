@@ -6,6 +6,7 @@ Shape legend: B rows, S tokens in a row (``sequence_length``).
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,7 @@ class AnyPacker(ABC):
     """
 
     groups = 1  # groups of documents packed in one call
+    widths: Mapping[str, int] = MappingProxyType({})  # columns of float32 → numbers a token
 
     def __init__(
         self,
@@ -44,9 +46,9 @@ class AnyPacker(ABC):
 
     @property
     def columns(self) -> list[str]:
-        """The names of a row's columns, each int32 [S]."""
+        """The names of a row's columns, each int32 [S]; of :attr:`widths` float32 [S, width]."""
         labels = ["labels"] if self.labels else []
-        return ["input_ids", *labels, *(ISOLATED if self.isolate else ())]
+        return ["input_ids", *labels, *(ISOLATED if self.isolate else ()), *self.widths]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
         return as_table(self.rows([text for text in batch["text"] if text]))
@@ -82,7 +84,7 @@ class Packer(AnyPacker):
 
 
 def as_table(columns: Columns) -> pa.Table:
-    """Rows as an Arrow table: each column has a list of S integers a row."""
+    """Rows as an Arrow table: each column has a list of S numbers a row, or S * width of them."""
     return pa.table(
-        {name: pa.FixedSizeListArray.from_arrays(x_BS.ravel(), x_BS.shape[1]) for name, x_BS in columns.items()}
+        {name: pa.FixedSizeListArray.from_arrays(x.ravel(), int(np.prod(x.shape[1:]))) for name, x in columns.items()}
     )

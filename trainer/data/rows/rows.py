@@ -84,7 +84,7 @@ class StoredRows:
 
     Args:
         dataset: columns of lists of S integers: ``input_ids``, and perhaps ``labels``, ``segment_ids`` and
-            ``position_ids``.
+            ``position_ids``; others of S * width numbers are read as [S, width].
         tally: counts from their making.
     """
 
@@ -101,7 +101,7 @@ class StoredRows:
         sample = np.linspace(0, len(self) - 1, min(FINGERPRINT_ROWS, len(self))).astype(np.int64)
         content = hashlib.blake2b(str(len(self)).encode(), digest_size=8)
         for name, values in sorted(self.read(sample).items()):
-            content.update(name.encode() + values.astype("<i8").tobytes())
+            content.update(name.encode() + values.astype("<f4" if values.dtype.kind == "f" else "<i8").tobytes())
         return f"{len(self)} rows, {content.hexdigest()}"
 
     @property
@@ -121,8 +121,10 @@ class StoredRows:
         return self._arrays.iter(ROWS_AT_ONCE)
 
     def read(self, numbers: np.ndarray) -> Columns:
-        """The rows with these numbers. [rows, S]"""
-        return self._arrays[numbers]
+        """The rows with these numbers. [rows, S], or [rows, S, width]"""
+        found = self._arrays[numbers]
+        length = found["input_ids"].shape[1]
+        return {n: v if v.shape[1] == length else v.reshape(len(v), length, -1) for n, v in found.items()}
 
 
 class StoredOrder:
@@ -175,7 +177,7 @@ def write_rows(
             packer,
             batched=True,
             batch_size=max(1, min(DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE // mean) * packer.groups),
-            features=Features({column: List(Value("int32"), length=packer.length) for column in packer.columns}),
+            features=Features({column: _feature(packer, column) for column in packer.columns}),
             cache_file_name=str(folder / f"{name}.arrow"),
             new_fingerprint=digest([folder.name, name]),
         )
@@ -191,6 +193,11 @@ def write_rows(
     first = next(iter(tallies.values()))
     first |= sum((unread.tally for unread in documents.unread), Counter())
     (folder / "rows.json").write_text(json.dumps(tallies))
+
+
+def _feature(packer: AnyPacker, column: str) -> List:
+    kind = "float32" if column in packer.widths else "int32"
+    return List(Value(kind), length=packer.length * packer.widths.get(column, 1))
 
 
 def load_rows(folder: Path) -> dict[str, StoredRows]:

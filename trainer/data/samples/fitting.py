@@ -20,6 +20,7 @@ from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.data.samples.unpaired import one_by_one
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives.distill import TEACHER, width
 from shardwright.objectives.objective import RecordShape
 
 
@@ -37,6 +38,7 @@ class SampleOptions:
     )
     groups: int | None = None  # the most records that share a row; None: as many as fit
     segments: tuple[str, ...] = ()  # the places that a record has in a row's segment numbers; empty: its answers'
+    taught: int | None = None  # tokens of a teacher to keep at each target, of records that hold them; None: none
 
 
 class FittingObserver(Protocol):
@@ -72,6 +74,8 @@ class SamplePacker(AnyPacker):
         self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
         parse = options.split_special_tokens is False
         self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops, parse)
+        if options.taught is not None:
+            self.encoder.taught, self.widths = options.taught, {TEACHER: width(options.taught)}
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     def rows(self, documents: Sequence[str]) -> Columns:
@@ -128,7 +132,9 @@ class SamplePacker(AnyPacker):
         return [tuple(_part(s, 0, n) for s, n in zip(group, sizes, strict=True))]
 
     def _filled(self, rows: Sequence[Sequence[Group]]) -> Columns:
-        columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
+        size = (len(rows), self.length)
+        columns = {name: np.zeros(size, dtype=np.int32) for name in self.columns if name not in self.widths}
+        columns |= {name: np.zeros((*size, wide), dtype=np.float32) for name, wide in self.widths.items()}
         columns["input_ids"][:], columns["labels"][:] = self.padding, IGNORE
         for row, own in enumerate(rows):
             start = 0
@@ -136,6 +142,8 @@ class SamplePacker(AnyPacker):
                 place = (row, slice(start, start := start + len(sample.tokens)))
                 columns["input_ids"][place], columns["labels"][place] = sample.tokens, sample.labels
                 columns["labels"][row, place[1].start] = IGNORE  # a first token is predicted from nothing
+                if sample.taught is not None:  # at the position that predicts each
+                    columns[TEACHER][row, place[1].start : place[1].stop - 1] = sample.taught[1:]
                 if self.isolate:
                     columns["segment_ids"][place] = number
                     columns["position_ids"][place] = np.arange(len(sample.tokens))
@@ -182,7 +190,8 @@ def _all_scored(group: Group) -> bool:
 
 
 def _part(sample: Sample, start: int, end: int) -> Sample:
-    return Sample(sample.tokens[start:end], sample.labels[start:end], place=sample.place)
+    taught = None if sample.taught is None else sample.taught[start:end]
+    return Sample(sample.tokens[start:end], sample.labels[start:end], place=sample.place, taught=taught)
 
 
 def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:

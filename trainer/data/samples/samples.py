@@ -29,6 +29,7 @@ from shardwright.data.samples.chat import (
     with_prompt,
 )
 from shardwright.data.samples.masks import masked
+from shardwright.data.samples.taught import taught_values
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import BAD, GOOD, KTO, LOST_NULLS, RecordShape
@@ -41,12 +42,16 @@ _INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n
 
 @dataclass(frozen=True)
 class Sample:
-    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100: no loss. ``counts`` are for tallies."""
+    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100: no loss. ``counts`` are for tallies.
+
+    ``taught``: of each scored token what a teacher said of it, float32 [T, width], as the objective's column has it.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     counts: Mapping[str, int] = field(default_factory=dict)
     place: int = 0  # among the segments of its record, from 1; 0: as it comes
+    taught: np.ndarray | None = None
 
     @property
     def scored(self) -> int:
@@ -90,6 +95,7 @@ class Encoder:
         self.train_on_prompt, self.parse, self.end = train_on_prompt, parse, int(tokenizer.eos_token_id)
         self.stops = (stops & special_ids(tokenizer)) | {self.end}
         self.template = Template(tokenizer, self.stops) if shape.is_chat else None
+        self.taught: int | None = None  # a teacher's tokens to keep at each target
         # the tokenizer's beginning of a prompt (Llama's <s>)
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
@@ -143,7 +149,7 @@ class Encoder:
         for name in self.shape.required:
             if values.get(name) in (None, "", []) and not (name == "prompt" and values.get(name) == ""):
                 raise BadRecord(name, "nothing")
-        if self.shape.name == "input_ids":
+        if "input_ids" in self.shape.required:
             return [], lambda _: self._given(values)
         if self.shape.name == "instruction/output":
             return self._instruction(values, unread)
@@ -200,7 +206,11 @@ class Encoder:
             raise BadRecord("labels", f"{len(labels)} labels of {len(tokens)} tokens")
         read = MASKS[:1] if self.train_on_prompt else MASKS
         masks = {name: values[name] for name in read if name in values}
-        return (Sample(*masked(masks, tokens, tokens if self.train_on_prompt else labels)),)
+        sample = Sample(*masked(masks, tokens, tokens if self.train_on_prompt else labels))
+        if self.taught is None:
+            return (sample,)
+        seen = np.array(masks.get(MASKS[0], [1] * len(tokens)), dtype=bool)
+        return (replace(sample, taught=taught_values(values, seen, sample.labels, self.taught, len(self.tokenizer))),)
 
     def _completion(self, prompt: str, completion: str) -> Draft:
         def make(tokens: list[list[int]]) -> Group:

@@ -1,0 +1,140 @@
+"""The teacher of a run: its own job on the student's devices, checked before anything is read or placed."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
+from shardwright.errors import UserError
+from shardwright.files.hub_names import is_hub_name
+from shardwright.job import Job
+from shardwright.layout.auto import AUTO
+from shardwright.layout.mesh import SEQUENCE
+from shardwright.model.meta_model import model_path
+from shardwright.objectives.distill import IDS, LOGPS
+from shardwright.objectives.objective import RecordShape
+from shardwright.weights.weight_sources import means_weights
+
+VALUES_FORMAT = 1  # part of the name of kept values: raise it when they change meaning
+# the student's options that the teacher's pass shares
+_SHARED = (
+    *("objective", "sequence_length", "isolate_documents", "packing", "per_device_train_batch_size"),
+    *("beta", "temperature", "teacher_top_k", "seed"),
+)
+
+
+def teacher_of(student: Job, tokenizer: PreTrainedTokenizerBase | None) -> Job | None:
+    """The job of ``--teacher``, whose recipe is made for it; None: there is none.
+
+    It computes in the student's dtype. Raises UserError if it is no model with weights, can't run on these devices, or
+    its tokenizer or vocabulary is not the student's, which is ``tokenizer``.
+    """
+    args = student.args
+    if args.teacher is None:
+        return None
+    name = model_path(os.path.expanduser(args.teacher))
+    if not means_weights(name, False):
+        raise _refused(args.teacher, "a config alone", "random weights teach nothing", "a folder with weights")
+    dtype, parts = student.recipe.compute.dtype, student.plan.sequence
+    found = TrainingArguments(
+        model=name,
+        recipe=AUTO,
+        mesh=None if parts is None else f"fsdp=-1,{SEQUENCE}={student.plan.mesh[parts]}",
+        bf16=None if dtype is None else dtype == "bfloat16",
+        # nothing is added to frozen weights, so what they are rounded to before use may be stored
+        weight_dtype="bfloat16" if dtype == "bfloat16" else args.weight_dtype,
+        **{option: getattr(args, option) for option in _SHARED},
+    )
+    try:
+        job = Job.resolve(found, lambda: student.devices)
+        words = vocabulary_of(student, job)
+    except UserError as error:
+        asked = f"--teacher {args.teacher}: {error.asked}"
+        raise type(error)(asked=asked, found=error.found, why=error.why, instead=error.instead) from None
+    if (top := int(args.goal.numbers["teacher_top_k"])) > words:
+        raise UserError(
+            asked=f"--teacher_top_k {top}",
+            found=f"a vocabulary of {words} tokens that teacher and student share",
+            why="it counts tokens of it",
+            instead=f"--teacher_top_k {words}, which is all of them",
+        )
+    _check_tokenizer(args.teacher, str(job.args.model), words, tokenizer)
+    return job
+
+
+def vocabulary_of(student: Job, teacher: Job) -> int:
+    """The tokens that both models know: rows by which one embedding is longer are padding, whatever they say."""
+    return min(job.config.get_text_config().vocab_size for job in (student, teacher))
+
+
+def _check_tokenizer(asked: str, name: str, words: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if tokenizer is None:
+        raise _refused(
+            asked,
+            "a tokenizer that is to be trained on the dataset",
+            "the teacher knows the tokens of its own alone",
+            f"--tokenizer {asked}, and a student of its vocabulary",
+        )
+    if not is_hub_name(name) and not name.endswith(".gguf") and not any(Path(name).glob("tokenizer*")):
+        check_vocabulary(tokenizer, words)  # nothing more can be told
+        return
+    theirs, ours = open_tokenizer(name).get_vocab(), tokenizer.get_vocab()
+    differs = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
+    if differs:
+        number, token = min(differs)
+        has = f"token {theirs[token]}" if token in theirs else "none"
+        raise _refused(
+            asked,
+            f"{len(differs)} of {len(ours)} tokens of the student's tokenizer are others in the teacher's: the first, "
+            f"{token!r}, is token {number}, and of the teacher {has}",
+            "what it says of its tokens is learned as said of the student's",
+            "a teacher and a student with one tokenizer, as of one family",
+        )
+    check_vocabulary(tokenizer, words)
+
+
+def _refused(asked: str, found: str, why: str, instead: str) -> UserError:
+    return UserError(asked=f"--teacher {asked}", found=found, why=why, instead=instead)
+
+
+def identity_of(model: str) -> list[object]:
+    """The name of a model with what tells its weights: a repository's commit, or sizes and times of local files."""
+    path = Path(model)
+    if is_hub_name(model):
+        return [model]
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
+    return [str(path.resolve()), *([f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
+
+
+def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> None:
+    """Refuse records of ``shapes`` that the objective's teacher can't be learned from: there must be one, and one only.
+
+    Raises UserError.
+    """
+    if args.entry.teacher is None:
+        return
+    if len(shapes) > 1:
+        raise not_one_dataset()
+    given = IDS in shapes[0].required
+    if given is not (args.teacher is not None):
+        return
+    raise UserError(
+        asked=f"--objective {args.objective}" + (f" --teacher {args.teacher}" if given else " without --teacher"),
+        found=f"records with {', '.join(shapes[0].required)}",
+        why="they hold what a teacher said already" if given else "they hold nothing that a teacher said",
+        instead=f"no --teacher, or records without {IDS} and {LOGPS}"
+        if given
+        else f"--teacher with a hub id or a folder, or records with {IDS} and {LOGPS} too",
+    )
+
+
+def not_one_dataset() -> UserError:
+    return UserError(
+        asked="an objective that learns from a teacher",
+        found="a mixture of datasets",
+        why="what the teacher says of each row is kept beside the rows of one dataset",
+        instead="a single dataset",
+    )
