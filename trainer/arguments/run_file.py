@@ -14,7 +14,7 @@ import yaml
 from shardwright.arguments.known_flags.flag_words import text_of
 from shardwright.errors import UserError
 
-NAME = "run.yaml"
+RUN_FILE = "run.yaml"
 OPTION = "--config"
 HELP = (
     "A YAML or JSON file of options by their names, such as the run.yaml of an output folder; options of the command "
@@ -86,7 +86,7 @@ def _refused(path: str, found: str) -> UserError:
         asked=f"{OPTION} {path}",
         found=found,
         why="it is a YAML or JSON file of options by their names: `learning_rate: 2e-5`",
-        instead=f"the {NAME} of an output folder, or one that `shardwright port` wrote",
+        instead=f"the {RUN_FILE} of an output folder, or one that `shardwright port` wrote",
     )
 
 
@@ -119,7 +119,7 @@ def run_file(arguments: Any) -> str:
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
     given = {name: value for name, value in values.items() if value != defaults[name]}
     others = {name: value for name, value in values.items() if name not in given}
-    parts = ["# The run, to be repeated: shardwright train --config run.yaml\n", *map(_dumped, [given])]
+    parts = [f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n", *map(_dumped, [given])]
     return "".join([*parts, "\n# As is the default:\n", _dumped(others)])
 
 

@@ -163,7 +163,7 @@ ARGUMENTS: dict[str, Entry] = {
     "do_train": unneeded(
         "scripts/train.py trains", at={"false": missing("scripts/train.py trains", "scripts/evaluate.py")}
     ),
-    "do_eval": unneeded("the held-out loss is measured at the end anyway"),
+    "do_eval": DEFAULT,
     "do_predict": missing("a run trains", "Trainer.predict() in Python"),
     "local_rank": PROCESSES,
 }
