@@ -119,11 +119,12 @@ def run_file(arguments: Any) -> str:
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
     given = {name: value for name, value in values.items() if value != defaults[name]}
     others = {name: value for name, value in values.items() if name not in given}
-    parts = [f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n", *map(_dumped, [given])]
-    return "".join([*parts, "\n# As is the default:\n", _dumped(others)])
+    parts = [f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n", *map(dumped, [given])]
+    return "".join([*parts, "\n# As is the default:\n", dumped(others)])
 
 
-def _dumped(options: Mapping[str, Any]) -> str:
+def dumped(options: Mapping[str, Any]) -> str:
+    """Options as YAML."""
     if not options:
         return ""
     text: str = yaml.dump(dict(options), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)

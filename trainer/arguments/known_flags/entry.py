@@ -59,9 +59,8 @@ class Entry:
 
     def made(self, value: Any) -> dict[str, Any]:
         """Our options and their values for ``value``; ValueError if it is none that they can take."""
-        if not self.name or self.suffix:
-            return dict(self.options)
-        return {self.name: self.read(value) if self.read else plain(value), **self.options}
+        read = self.read(value) if self.read else plain(value)
+        return {**({self.name: read} if self.name and not self.suffix else {}), **self.options}
 
 
 NOTHING = Entry(UNNEEDED, why="it asks for nothing")
@@ -153,6 +152,14 @@ def words(value: Any) -> Any:
 def joined(value: Any) -> str:
     """A list or a mapping as our options write them: words with commas, or name=value with commas."""
     return word(json.loads(value)) if isinstance(value, str) and value.lstrip().startswith("{") else word(value)
+
+
+def padding_alone(value: Any) -> Any:
+    """The special tokens of a YAML, if the padding token is the only one; ValueError for others."""
+    names = [name for name, token in value.items() if token] if isinstance(value, Mapping) else [word(value)]
+    if names != ["pad_token"]:
+        raise ValueError("a model is trained with the tokens of its own tokenizer")
+    return value
 
 
 def only_one(value: Any) -> str:

@@ -3,6 +3,7 @@
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
+    OURS,
     Entry,
     all_of,
     fills,
@@ -10,6 +11,7 @@ from shardwright.arguments.known_flags.entry import (
     missing,
     only_one,
     ours,
+    padding_alone,
     same,
     sets,
     unneeded,
@@ -23,6 +25,7 @@ from shardwright.arguments.known_flags.of_transformers import (
     LAYOUT,
     LOADER,
     NO_CODE,
+    OF_PUSH,
     OPTIMIZERS,
     PUSH,
     REMAT,
@@ -55,7 +58,8 @@ ARGUMENTS: dict[str, Entry] = {
         missing("the model's config says it", "a config.json with it, in the folder of --model", many=True),
     ),
     **all_of("hf_use_auth_token", DOWNLOAD),
-    **all_of("special_tokens tokens added_tokens_overrides resize_token_embeddings_to_32x", NO_TOKENS),
+    "special_tokens": Entry(OURS, read=padding_alone, why="padding is never learned"),
+    **all_of("tokens added_tokens_overrides resize_token_embeddings_to_32x", NO_TOKENS),
     **all_of("bos_token eos_token pad_token unk_token eot_tokens fix_untrained_tokens", OWN_TOKENS),
     # the data
     "datasets": ours("dataset", read=only_one),
@@ -171,7 +175,7 @@ ARGUMENTS: dict[str, Entry] = {
     **all_of(
         "flash_attention xformers_attention sdp_attention flex_attention sage_attention eager_attention "
         "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv s2_attention "
-        "flash_optimum plugins"
+        "flash_optimum plugins "
         "liger_rope liger_rms_norm liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy "
         "liger_cross_entropy cut_cross_entropy chunked_cross_entropy experts_implementation tiled_mlp "
         "use_kernels unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o",
@@ -192,6 +196,7 @@ ARGUMENTS: dict[str, Entry] = {
         unneeded("the devices are found by themselves"),
     ),
     # evaluations, logs, checkpoints
+    "eval_steps": ours("eval_steps", fill={"eval_strategy": "steps"}),
     "evals_per_epoch": missing(
         PER_EPOCH, "--eval_strategy steps --eval_steps N", eval_strategy="epoch", at={"1": sets(eval_strategy="epoch")}
     ),
@@ -226,7 +231,8 @@ ARGUMENTS: dict[str, Entry] = {
         "comet_project_name use_comet",
         WANDB,
     ),
-    **all_of("hub_model_id hub_strategy hub_revision", PUSH),
+    "hub_model_id": PUSH,
+    **all_of("hub_strategy hub_revision", OF_PUSH),
     # preferences
     "rl": missing(
         "there is no such objective here",

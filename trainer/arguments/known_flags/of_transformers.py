@@ -59,6 +59,7 @@ DOWNLOAD = unneeded("the hub's client says where files are kept and who may read
 PUSH = missing(
     "a run writes to its output folder alone", "`hf upload NAME OUTPUT_DIR/model` afterwards, or push_to_hub()"
 )
+OF_PUSH = unneeded("it says something of push_to_hub alone")
 SPLIT = missing("of a dataset the split called `train` is trained on", "the path of the split's own files")
 WANDB = unneeded("trackers are told by their own environment variables")
 NO_CODE = unneeded("models are transformers' own classes; code of a repository is not run")
@@ -133,7 +134,7 @@ ARGUMENTS: dict[str, Entry] = {
     "save_on_each_node": unneeded("each host writes its part into the one output folder"),
     "enable_jit_checkpoint": unneeded("SIGTERM always saves"),
     "push_to_hub": PUSH,
-    **all_of("hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", PUSH),
+    **all_of("hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", OF_PUSH),
     "ignore_data_skip": missing("a run goes on with the batch that it would have had", "nothing"),
     "restore_callback_states_from_checkpoint": unneeded("callbacks' states always come back"),
     "full_determinism": unneeded("the same program on the same devices gives the same numbers"),
@@ -190,7 +191,7 @@ OLDER: dict[str, Entry] = {
     **all_of("include_inputs_for_metrics eval_use_ipex past_index", METRICS),
     **all_of("include_tokens_per_second", unneeded("the log has tokens a second")),
     "save_safetensors": unneeded("files of weights are safetensors"),
-    **all_of("push_to_hub_model_id push_to_hub_organization push_to_hub_token", PUSH),
+    **all_of("push_to_hub_model_id push_to_hub_organization push_to_hub_token", OF_PUSH),
 }
 
 # arguments of transformers' examples/pytorch/language-modeling/run_clm.py, and of Alpaca's train.py
