@@ -21,6 +21,7 @@ from shardwright.arguments.known_flags.of_peft import ARGUMENTS as PEFT
 from shardwright.arguments.known_flags.of_transformers import (
     DOWNLOAD,
     FLOAT16,
+    HELD_OUT,
     KERNELS,
     LAYOUT,
     LOADER,
@@ -66,12 +67,13 @@ ARGUMENTS: dict[str, Entry] = {
     "test_datasets": ours("eval_dataset", read=only_one),
     "pretraining_dataset": ours("dataset", "learned whole, as it is read", only_one, options={"streaming": True}),
     "dataset_prepared_path": CACHE,
-    **all_of("dataset_processes dataset_num_proc dataset_keep_in_memory dataset_exact_deduplication", LOADER),
+    **all_of("dataset_processes dataset_num_proc dataset_keep_in_memory", LOADER),
     **all_of(
         "shuffle_merged_datasets shuffle_before_merging_datasets", unneeded("the order is drawn anew for each epoch")
     ),
     "push_dataset_to_hub": PUSH,
-    "val_set_size": missing("a share is held out where the dataset has no held-out split", "--eval_dataset FILE"),
+    "val_set_size": HELD_OUT,
+    "dataset_exact_deduplication": missing("records are trained on as often as they come", "data without doubles"),
     "chat_template": ours("chat_template", at={"tokenizer_default": unneeded("the tokenizer's own is used")}),
     "chat_template_jinja": ours("chat_template"),
     "default_system_message": missing(

@@ -16,6 +16,7 @@ from shardwright.arguments.known_flags.entry import (
 )
 from shardwright.arguments.known_flags.of_transformers import (
     DOWNLOAD,
+    HELD_OUT,
     KERNELS,
     LOADER,
     NO_CODE,
@@ -87,7 +88,7 @@ ARGUMENTS: dict[str, Entry] = {
     ),
     "cutoff_len": ours("sequence_length"),
     **same("train_on_prompt streaming max_samples packing"),
-    "neat_packing": unneeded("packed samples never see each other"),
+    "neat_packing": sets(at={"false": NOTHING}, packing=True, isolate_documents=True),
     "mask_history": missing("each answer of a conversation is learned", "--train_on last", train_on="last"),
     "buffer_size": ours("shuffle_rows"),
     **all_of(
@@ -100,7 +101,7 @@ ARGUMENTS: dict[str, Entry] = {
     ),
     **all_of("preprocessing_batch_size preprocessing_num_workers", LOADER),
     "ignore_pad_token_for_loss": unneeded("padding is never learned"),
-    "val_size": missing("a share is held out where the dataset has no held-out split", "--eval_dataset FILE"),
+    "val_size": HELD_OUT,
     "eval_on_each_dataset": missing("sets are evaluated by their names", "--eval_dataset chat=a.jsonl,code=b.jsonl"),
     "tool_format": unneeded("the tokenizer's template writes tools"),
     "default_system": missing(

@@ -54,6 +54,7 @@ COMPILED = unneeded("each step is one program, compiled by XLA")
 KERNELS = unneeded("the recipe chooses the step's kernels (--compute attention=…)")
 LOADER = unneeded("rows are tokenised before training and read from disk; no loader has workers")
 PROCESSES = unneeded("the devices are found by themselves")
+HELD_OUT = unneeded("5 % are held out where the dataset has no held-out split; --eval_dataset names another")
 METRICS = unneeded("metrics are summed on the devices, and no logits leave them")
 DOWNLOAD = unneeded("the hub's client says where files are kept and who may read them (HF_HOME, HF_TOKEN)")
 PUSH = missing(
@@ -127,10 +128,7 @@ ARGUMENTS: dict[str, Entry] = {
         "include_for_metrics batch_eval_metrics",
         METRICS,
     ),
-    "save_only_model": missing(
-        "a checkpoint has all that a run needs to go on",
-        "--save_strategy no; OUTPUT_DIR/model is written at the end all the same",
-    ),
+    "save_only_model": unneeded("a checkpoint has all that a run needs to go on; OUTPUT_DIR/model is the model alone"),
     "save_on_each_node": unneeded("each host writes its part into the one output folder"),
     "enable_jit_checkpoint": unneeded("SIGTERM always saves"),
     "push_to_hub": PUSH,
@@ -211,7 +209,7 @@ EXAMPLES: dict[str, Entry] = {
     "max_eval_samples": missing("an evaluation counts rows, which hold several samples", "--max_eval_rows N"),
     "block_size": ours("sequence_length"),
     "model_max_length": ours("sequence_length"),
-    "validation_split_percentage": unneeded("a share is held out where the dataset has no held-out split"),
+    "validation_split_percentage": HELD_OUT,
     **all_of("preprocessing_num_workers num_workers", LOADER),
     **all_of("overwrite_cache", unneeded("a cache of rows is known by what it was made of")),
     "keep_linebreaks": unneeded(

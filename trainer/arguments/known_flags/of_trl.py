@@ -36,7 +36,7 @@ RL = missing(
     "nothing is generated while a run trains: there is no GRPO and no PPO here",
     "--objective dpo or kto on answers ranked before",
 )
-NO_TOKEN = unneeded("the tokenizer's own is used")
+NO_TOKEN = unneeded("padding is never learned")
 LONG = unneeded("samples longer than --sequence_length are cut, counted and said (--overflow)")
 ROWS_ONLY = unneeded("--packing alone says whether samples share rows")
 CUT = missing(
@@ -58,7 +58,7 @@ COMMON: dict[str, Entry] = {
     "activation_offloading": OFFLOAD,
     "pad_token": NO_TOKEN,
     "eos_token": missing("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
-    "disable_dropout": unneeded("dropout is what the model's config says, which is none in today's models"),
+    "disable_dropout": unneeded("dropout is what the model's config says, which is none since Llama"),
     "chat_template_path": ours("chat_template"),
 }
 

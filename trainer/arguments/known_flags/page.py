@@ -7,13 +7,16 @@ from shardwright.arguments.known_flags.table import TABLE
 
 HEAD = """# Flags of other trainers
 
-Arguments that people know from transformers, trl, peft, LLaMA-Factory and axolotl, and what becomes of them here: in a command, in a
-[`--config` file](run.md#a-run-is-a-file), in `TrainingArguments(…)` and in [`scripts/port.py`](run.md#from-another-trainer). This page is written by
-`python scripts/measure/flags_page.py > docs/flags.md`; the table itself is in `trainer/arguments/known_flags/`.
+What becomes here of the arguments that people know from transformers, trl, peft, LLaMA-Factory and axolotl: in a
+command, in a [`--config` file](run.md#a-run-is-a-file), in `TrainingArguments(…)`, and in
+[`scripts/port.py`](run.md#from-another-trainer). This page is written by
+`python scripts/measure/flags_page.py > docs/flags.md`, from the table in `trainer/arguments/known_flags/`.
 
 - An option is named: it means the same, and is set.
-- *Not needed*: it is taken, has no effect, and the command says so and why. A value that asks for nothing (`false`, `none`, `0`) is taken silently, of any argument.
-- *Not to be had*: it is refused, with what to use; a command's are all named at once.
+- *Not needed*: it is taken and has no effect, and the command says so and why.
+- *Not to be had*: it is refused, with what to use instead. All that a command can't take is named in one answer.
+
+A value that asks for nothing (`false`, `none`, `0`) is taken of any argument, and nothing is said.
 
 """
 
@@ -33,23 +36,17 @@ def counts() -> dict[str, dict[str, int]]:
 
 
 def _section(source: str, entries: Mapping[str, Entry]) -> str:
-    rows: list[tuple[list[str], Entry]] = []
+    rows: dict[str, list[str]] = {}
     for name, entry in entries.items():
-        alike = next((names for names, other in rows if other is entry), None)
-        if alike is None:
-            rows.append(([name], entry))
-        else:
-            alike.append(name)
-    lines = [
-        f"| {', '.join(f'`{name}`' for name in names)} | {'; '.join(_cells(names, entry))} |" for names, entry in rows
-    ]
+        rows.setdefault("; ".join(_cells(name, entry)), []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {text} |" for text, names in rows.items()]
     return "\n".join([f"## {source}", "", "| theirs | here |", "|---|---|", *lines, ""])
 
 
-def _cells(names: list[str], entry: Entry) -> Iterator[str]:
-    """An entry in words, and each of its values that has one of its own."""
+def _cells(name: str, entry: Entry) -> Iterator[str]:
+    """The entry of ``name`` in words, and each of its values that has one of its own."""
     if said := _said(entry):
-        yield said
+        yield "the option of that name" if said == f"`--{name}`" else said
     own: dict[str, list[str]] = {}
     for value, each in entry.at.items():
         own.setdefault(_said(each), []).append(f"`{value or '(empty)'}`")
