@@ -25,10 +25,7 @@ EXIT_CODES = """Exit codes:
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    if not any(word.partition("=")[0] == "--recipe" for word in words):
-        words = ["--recipe", "auto", *words]  # no layout is needed; it may say which model
-    shown, args = parse([AuditArguments, TrainingArguments], words, __doc__, EXIT_CODES)
+    shown, args = parse([AuditArguments, TrainingArguments], sys.argv[1:], __doc__, EXIT_CODES)
     import transformers
 
     from shardwright.data.audit_command import run_audit

@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a model by a recipe",
     "plan": "print where a recipe puts every parameter; needs no device and no weights",
     "check": "say what loads of a checkpoint, before it is fetched, and on which slice it trains",
+    "port": "translate a published command or YAML file of another trainer",
     "data": "read all of a dataset as a run would, and say what would train wrongly",
     "compile": "compile the step for a TPU that need not be here, and say whether it fits",
     "export": "write a checkpoint in the hub's format",

@@ -4,6 +4,7 @@ import os
 import sys
 
 from shardwright.arguments.command_line import parse
+from shardwright.arguments.run_file import with_files
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED
 from shardwright.hosts.output_streams import exit_code
@@ -31,7 +32,7 @@ def main() -> int:
     from shardwright.hosts.restarts import Restarts, asked_limit, follow_supervisor
 
     told = follow_supervisor(os.environ)
-    if told is None and (limit := asked_limit(words)):
+    if told is None and (limit := asked_limit(with_files(words))):
         from shardwright.hosts.supervisor import supervise
 
         return supervise(limit, words)

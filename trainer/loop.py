@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 
+from shardwright.arguments.run_file import RUN_FILE, run_file
 from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
@@ -395,6 +396,7 @@ class TrainingLoop:
     def _write_texts(self) -> None:
         for name, content in self.job.as_texts().items():
             self.folder.write(name, as_json(content))
+        self.folder.write(RUN_FILE, run_file(self.args).encode())
 
     def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))

@@ -38,6 +38,10 @@ COMMON = {
 SCHEDULES: dict[str, tuple[dict[str, Any], list[tuple[str, int, str]]]] = {
     "two epochs": ({**COMMON, "max_steps": 6, "save_steps": 3}, []),
     "a checkpoint an epoch": ({**COMMON, "max_steps": 4, "save_strategy": "epoch", "eval_on_start": False}, []),
+    "both an epoch": (
+        {**COMMON, "max_steps": 4, "save_strategy": "epoch", "eval_strategy": "epoch", "eval_on_start": False},
+        [("on_epoch_end", 3, "should_log"), ("on_epoch_end", 4, "should_log")],
+    ),
     # nothing is learned, so the second evaluation is no better than the first, and it stops after step 4 of 9
     "stopped early": (
         {**COMMON, "max_steps": 9, "save_steps": 2, "learning_rate": 1e-30, "load_best_model_at_end": True},

@@ -1,4 +1,6 @@
-"""Command lines that take options by whole names only; a misspelt option ends the command and names the nearest.
+"""Command lines that take options by whole names only, and those of other trainers that mean the same.
+
+A misspelt option ends the command and names the nearest.
 
 By default argparse accepts any unambiguous beginning of an option: ``--learning_rat 1`` would train.
 """
@@ -12,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
-from shardwright.arguments.option_values import kind_of
-from shardwright.errors import command, did_you_mean
+from shardwright.arguments.known_flags.flag_words import in_ours, refusal
+from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome
+from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS, kind_of
+from shardwright.arguments.run_file import HELP, OPTION, with_files
+from shardwright.errors import command
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,18 +34,33 @@ class Parser(argparse.ArgumentParser):
         return re.sub(r"(?:python\s+)?scripts/(\w+)\.py", lambda found: command(found[1]), super().format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Look for unknown options first, since argparse would first complain of missing ones; then parse."""
-        for word in itertools.takewhile("--".__ne__, sys.argv[1:] if args is None else args):  # -- ends the options
-            # to argparse a negative number is no option, nor is a word with a space
-            if re.match(r"-[^\d.]", word) and " " not in word and word.partition("=")[0] not in self._known:
-                self.refuse(word)
+        """Look for unknown options first, since argparse would first complain of missing ones; then parse.
+
+        Other trainers' options are taken where they mean one of ours, or nothing (:mod:`known_flags`).
+        """
+        words, found = in_ours(sys.argv[1:] if args is None else list(args), self._known, of_run=self._of_run)
+        if found.refused:
+            self.refuse(found.refused)
+        for note in found.notes:
+            print(note, file=sys.stderr)
+        for word in itertools.takewhile("--".__ne__, words):  # -- ends the options
             if word.startswith("-") and word.partition("=")[2] == "--":  # argparse would make an empty list of it
                 self.error(f"argument {word[:-3]}: '--' is no value")
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(words, namespace)
 
-    def refuse(self, word: str) -> NoReturn:
-        option = word.partition("=")[0]
-        self.error(f"no option {option}; {did_you_mean(option, self._known)}--help lists them")
+    def refuse(self, refused: Sequence[Outcome]) -> NoReturn:
+        """Ends the command with a line for each argument that is refused."""
+        lines = refusal(refused, self._known)
+        if len(refused) > 1:
+            text = "\n  ".join([f"{len(refused)} options that this command can't take:", *lines])
+            text += "\n--help lists those that it can"
+        else:
+            text = lines[0] + (" --help lists them" if refused[0].kind == NO_OPTION else "")
+        self.exit(2, f"{self.prog}: error: {text}\n")
+
+    @property
+    def _of_run(self) -> bool:
+        return "--learning_rate" in self._known
 
     @property
     def _known(self) -> list[str]:
@@ -61,21 +81,22 @@ def parse(
     """An instance of each dataclass in ``kinds``, with the fields that the options in ``words`` set.
 
     The options are those of transformers' ``HfArgumentParser``, whose import would cost most of a second. As there,
-    words in the file ``SCRIPT.args`` beside the script come first.
+    words in the file ``SCRIPT.args`` beside the script come first; those of a ``--config`` come before them.
 
     ``flags`` are options without a value, and their help, that the caller has already taken out of ``words``: they are
     only listed by ``--help`` and offered as the nearest.
     """
     parser = options_parser(kinds, description, epilog)
+    parser.add_argument(OPTION, metavar="FILE", help=HELP)
     for option, text in (flags or {}).items():
         parser.add_argument(*_spellings(option[2:]), action="store_true", help=text)
     beside = os.path.splitext(sys.argv[0])[0] + ".args"
     if os.path.isfile(beside):
         with open(beside, encoding="utf-8") as file:
             words = [*file.read().split(), *words]
-    found, unknown = parser.parse_known_args(list(words))
+    found, unknown = parser.parse_known_args(with_files(words))
     if unknown:
-        parser.refuse(unknown[0])
+        parser.refuse([Outcome(word, None, NO_OPTION, "") for word in unknown])
     return tuple(kind(**{each.name: getattr(found, each.name) for each in fields(kind)}) for kind in kinds)
 
 
@@ -87,7 +108,7 @@ def options_parser(kinds: Sequence[Any], description: str | None = None, epilog:
         for each in fields(group):
             kind, text = kind_of(hints[each.name])[0], each.metadata["help"]
             more: dict[str, Any] = {"required": True} if each.default is MISSING else {"default": each.default}
-            if kind is bool and each.default is not None:  # it takes a word or none
+            if kind is bool:  # it takes a word or none
                 more |= {"nargs": "?", "const": True}
             parser.add_argument(*_spellings(each.name), type=_truth if kind is bool else kind, help=text, **more)
             if each.default is True:
@@ -101,8 +122,6 @@ def _spellings(name: str) -> list[str]:
 
 
 def _truth(word: str) -> bool:
-    if word.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if word.lower() in ("no", "false", "f", "n", "0"):
-        return False
+    if word.lower() in TRUE_WORDS | FALSE_WORDS:
+        return word.lower() in TRUE_WORDS
     raise argparse.ArgumentTypeError(f"{word!r} is none of yes/no, true/false, t/f, y/n, 1/0")

@@ -10,6 +10,9 @@ from typing import Any, get_args, get_type_hints
 from shardwright.errors import UserError, did_you_mean
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # float32's
+# argparse's words of truth, as transformers' HfArgumentParser reads them
+TRUE_WORDS = {"yes", "true", "t", "y", "1"}
+FALSE_WORDS = {"no", "false", "f", "n", "0"}
 _MOST = 2**32 - 1  # for any whole number: the largest seed that every library takes
 
 

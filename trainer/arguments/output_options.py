@@ -28,7 +28,9 @@ class OutputArguments(Checked):
         None, "Trace these steps for xprof, the last one too: `10:13`. The trace goes to profile/ of --output_dir."
     )
     eval_strategy: str = option(
-        "no", "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps."
+        "no",
+        "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps; `epoch`: "
+        "also after each epoch of the data.",
     )
     eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
     eval_on_start: bool = option(True, "Evaluate before the first step too; a resumed run never does so again.")
@@ -118,7 +120,7 @@ class OutputArguments(Checked):
         self.check_path("output_dir", "resume_from_checkpoint", "staging_dir", "sample_prompts")
         self.at_least(1, "it is a distance between two steps", "logging_steps", "eval_steps", "save_steps")
         self.at_least(0, "it can't be negative", "max_eval_rows", "hang_timeout")
-        self.choose("eval_strategy", ["no", "steps"])
+        self.choose("eval_strategy", ["no", "steps", "epoch"])
         self.choose("save_strategy", ["no", "steps", "epoch", "best"])
         if self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
@@ -138,10 +140,14 @@ class OutputArguments(Checked):
     def _check_best(self) -> None:
         if not self.load_best_model_at_end and self.save_strategy != "best":
             return
-        if self.eval_strategy != "steps":
+        steps_meet = self.save_strategy != "steps" or not self.save_steps % self.eval_steps
+        if self.eval_strategy == "no":
             found, instead = f"--eval_strategy {self.eval_strategy}", "--eval_strategy steps with --eval_steps N"
-        elif self.save_strategy == "best" or (self.save_strategy == "steps" and not self.save_steps % self.eval_steps):
+        elif self.save_strategy == "best" or (self.save_strategy == self.eval_strategy and steps_meet):
             return
+        elif self.eval_strategy == "epoch":
+            found = f"--save_strategy {self.save_strategy}, evaluated after each epoch"
+            instead = "--save_strategy epoch, or best"
         else:
             every = f"every {self.save_steps} steps, evaluated every {self.eval_steps}"
             found = f"--save_strategy {self.save_strategy}, {every}"

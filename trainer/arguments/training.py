@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.arguments.data_options import DataArguments
+from shardwright.arguments.known_flags.from_python import takes_known_flags
 from shardwright.arguments.model_options import ModelArguments
 from shardwright.arguments.objective_options import ObjectiveArguments
 from shardwright.arguments.optimizer_options import OptimizerArguments
@@ -23,11 +24,14 @@ DEFAULT_STEPS = 100  # if neither steps nor epochs are set
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
+@takes_known_flags
 @dataclass
 class TrainingArguments(
     OutputArguments, ObjectiveArguments, AdapterArguments, OptimizerArguments, DataArguments, ModelArguments
 ):
     """The options of a run, apart from its layout, which the recipe defines. Sizes are counts, and times are steps.
+
+    Other trainers' arguments are taken where they mean one of these, or nothing (docs/flags.md).
 
     The bases are in reverse: ``--help`` lists the options of the last one first.
     """

@@ -8,6 +8,7 @@ from rich.console import Console
 from torch import nn
 from transformers import TrainerState
 
+from shardwright.arguments.run_file import RUN_FILE
 from shardwright.checkpoint.output_folder import COMPILE_PAGE
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.evaluation.prompt_samples import SAMPLES, Samples
@@ -29,6 +30,7 @@ _FILES = {
     "plan.json": "where each parameter lies",
     "recipe.json": "the recipe, in full",
     "training_args.json": "the options",
+    RUN_FILE: "the run, to be repeated with --config",
     "trainer_state.json": "all log lines",
     "loss_curve.svg": "the loss as a picture",
     "expert_load.svg": "the load of experts as a picture",

@@ -70,9 +70,14 @@ def _check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[
 
 def lacks_evaluation(state: TrainerState, args: TrainingArguments, last: str) -> bool:
     """Whether an evaluation is due at the state's step and missing; ``last``: name of the last set's loss."""
-    due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
-    done = any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
-    return args.eval_strategy == "steps" and due and not done
+    evaluated = [entry for entry in state.log_history if last in entry]
+    if args.eval_strategy == "no" or any(entry["step"] == state.global_step for entry in evaluated):
+        return False
+    if args.eval_strategy == "epoch":
+        due = int(state.epoch or 0) > max((int(entry.get("epoch") or 0) for entry in evaluated), default=0)
+    else:
+        due = not state.global_step % args.eval_steps
+    return due or state.global_step == args.max_steps
 
 
 def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: TrainingArguments) -> bool:

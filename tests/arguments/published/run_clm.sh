@@ -1,0 +1,13 @@
+deepspeed --num_gpus=8 run_clm.py \
+    --deepspeed ds_config_zero3.json \
+    --model_name_or_path EleutherAI/pythia-1.4b \
+    --dataset_name wikitext --dataset_config_name wikitext-103-raw-v1 \
+    --do_train --do_eval \
+    --block_size 1024 \
+    --per_device_train_batch_size 4 --per_device_eval_batch_size 4 \
+    --gradient_accumulation_steps 2 \
+    --learning_rate 1e-5 --adam_beta2 0.95 --weight_decay 0.1 \
+    --warmup_steps 500 --max_steps 20000 \
+    --fp16 \
+    --preprocessing_num_workers 16 --overwrite_output_dir \
+    --save_total_limit 2 --output_dir /tmp/test-clm

@@ -1,0 +1,78 @@
+"""TrainingArguments in place of an object of transformers' or trl's arguments."""
+
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from shardwright.arguments.known_flags.from_python import options_of
+from shardwright.arguments.known_flags.table import find
+from shardwright.arguments.known_flags.translate import translated
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+
+# their class → the arguments that it has, as the table names them, and the objective that it trains
+_CLASSES: dict[str, tuple[str, str | None]] = {
+    "SFTConfig": ("trl sft", None),
+    "DPOConfig": ("trl dpo", "dpo"),
+    "KTOConfig": ("trl kto", "kto"),
+    "RewardConfig": ("trl reward", "reward"),
+    "GRPOConfig": ("trl grpo", None),
+    "TrainingArguments": ("transformers", None),
+}
+# what decides which numbers come out, and has another default here: it counts even where it is not set
+_DECIDES = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "warmup_steps", "max_length", "packing")
+
+
+def is_theirs(args: Any) -> bool:
+    """Whether ``args`` are transformers' TrainingArguments, or a subclass such as trl's SFTConfig."""
+    return _class_of(args) is not None
+
+
+def _class_of(args: Any) -> str | None:
+    if isinstance(args, TrainingArguments) or not is_dataclass(args):
+        return None
+    kinds = [
+        each.__name__ for each in type(args).__mro__ if each.__module__.partition(".")[0] in ("trl", "transformers")
+    ]
+    return next((name for name in _CLASSES if name in kinds), None)
+
+
+def arguments_like(args: Any, **more: Any) -> TrainingArguments:
+    """Our arguments that mean what ``args``, transformers' or trl's, do; ``more``: options of ours besides.
+
+    Fields that have the value that their class gives them ask for nothing, but for those that decide which numbers come
+    out: epochs, batch, learning rate, warm-up, length and packing.
+
+    Raises:
+        UserError: ``args`` are of another kind, or have fields that can't be had here: all of them are named.
+    """
+    name = _class_of(args)
+    if name is None:
+        raise UserError(
+            asked=f"args={args!r:.80}",
+            found=f"a {type(args).__module__}.{type(args).__qualname__}",
+            why="it is of another kind",
+            instead="shardwright.TrainingArguments(…), transformers' TrainingArguments or one of trl's",
+        )
+    program, objective = _CLASSES[name]
+    plain = _plain(args)
+    given = {
+        each.name: getattr(args, each.name)
+        for each in fields(args)
+        if each.init and (getattr(args, each.name) != plain.get(each.name) or each.name in _DECIDES)
+    }
+    if given.get("max_steps", -1) > 0:
+        given.pop("num_train_epochs", None)
+    known = {each.name for each in fields(TrainingArguments)}
+    found = translated(given.items(), known, lambda each: find(each, program))
+    options = {"objective": objective} if objective else {}
+    return TrainingArguments(**{**options, **options_of(found, type(args).__name__), **more})
+
+
+def _plain(args: Any) -> dict[str, Any]:
+    """The values of an object of the same class to which nothing but ``output_dir`` is given."""
+    try:
+        made = type(args)(output_dir=args.output_dir)
+    except Exception:  # a subclass of the caller's, that needs more: then its fields' defaults
+        defaults = {each.name: each.default for each in fields(args) if each.default is not MISSING}
+        return {"output_dir": None, **defaults}
+    return {each.name: getattr(made, each.name) for each in fields(args)} | {"output_dir": None}

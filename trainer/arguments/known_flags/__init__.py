@@ -1,0 +1,1 @@
+"""The table of other trainers' arguments: the option that is the same here, or why there is none."""

@@ -1,0 +1,58 @@
+"""Fields of peft's LoraConfig (0.21)."""
+
+from shardwright.arguments.known_flags.entry import Entry, all_of, joined, missing, ours, same, unneeded, words
+
+PLACE = unneeded("the run writes it into the adapter's config itself")
+PLAIN = missing("an adapter is LoRA, DoRA or rsLoRA here", "--lora_r 16, with --use_dora or --use_rslora if wanted")
+DATA_STARTS = missing("its factors come from the training data, in a pass before it", "--init_lora_weights pissa")
+PARAMETERS = ours("lora_target", "experts' weights by their names", read=words, many=True)
+TARGETS = ours("lora_target", read=words, many=True, at={"none": unneeded("all linear layers are adapted")})
+
+ARGUMENTS: dict[str, Entry] = {
+    **same("lora_dropout use_rslora use_dora lora_alpha"),
+    "r": ours("lora_r"),
+    "target_modules": TARGETS,
+    "target_parameters": PARAMETERS,
+    "exclude_modules": ours("exclude_modules", read=words, many=True),
+    "modules_to_save": ours("modules_to_save", read=words, many=True),
+    "layers_to_transform": ours("layers_to_transform", read=words, many=True),
+    **{name: ours(name, read=joined) for name in ("rank_pattern", "alpha_pattern")},
+    "init_lora_weights": ours(
+        "init_lora_weights",
+        at={
+            "false": missing("factors that begin at random train nothing sooner", "--init_lora_weights true"),
+            **all_of("eva corda lora_ga", DATA_STARTS),
+            **all_of("loftq orthogonal", missing("factors don't begin so here", "--init_lora_weights pissa or olora")),
+        },
+    ),
+    "task_type": unneeded(
+        "",
+        at={
+            "causal_lm": PLACE,
+            "none": PLACE,
+            "seq_cls": missing("models are causal language models", "--objective reward"),
+        },
+    ),
+    **all_of(
+        "peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config", PLACE
+    ),
+    "layers_pattern": unneeded("layers are found by themselves"),
+    "fan_in_fan_out": unneeded("a weight's shape says it"),
+    "bias": missing(
+        "biases are frozen with the rest",
+        "--modules_to_save, which trains whole modules",
+        at={"none": unneeded("biases are frozen with the rest")},
+    ),
+    "lora_bias": PLAIN,
+    **all_of("megatron_config megatron_core", unneeded("the recipe lays factors out over the devices")),
+    "trainable_token_indices": missing(
+        "rows of an embedding are not trained by themselves", "--modules_to_save embed_tokens", many=True
+    ),
+    "loftq_config": missing("a base is stored in few bits as it is", "--base_dtype nf4 --init_lora_weights pissa"),
+    **all_of("eva_config corda_config lora_ga_config", DATA_STARTS),
+    **all_of("velora_config monteclora_config arrow_config kasa_config use_bdlora use_qalora", PLAIN),
+    "alora_invocation_tokens": PLAIN,
+    "layer_replication": missing("a model is trained with its own layers", "a checkpoint that has them"),
+    "qalora_group_size": unneeded("it says something of QALoRA alone"),
+    "ensure_weight_tying": unneeded("tied weights stay tied"),
+}

@@ -1,0 +1,145 @@
+"""Port: a published command in our options, and what became of each of its arguments."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from shardwright.arguments.adapter_options import AdapterArguments
+from shardwright.arguments.command_line import options_parser
+from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, word
+from shardwright.arguments.known_flags.flag_words import is_option, text_of
+from shardwright.arguments.known_flags.table import find
+from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
+from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS
+from shardwright.arguments.port.published import Published
+from shardwright.arguments.run_file import RUN_FILE, dumped
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import command
+
+_OPTIONS = {each.name for each in fields(TrainingArguments)}
+_OF_ADAPTERS = {each.name for each in fields(AdapterArguments)}
+_PROCESSES = ("num_processes", "nproc_per_node", "num_gpus", "n")  # a launcher's processes
+
+
+@dataclass(frozen=True)
+class Port:
+    """A published command in our words.
+
+    Args:
+        outcomes: what became of each argument, in their order.
+        options: our options, by name, of the kinds that they take.
+        defaults: those of them that the published command left to its program.
+        launcher: words before the script, which have no part here.
+    """
+
+    outcomes: list[Outcome]
+    options: dict[str, Any]
+    defaults: dict[str, Any]
+    launcher: list[str]
+
+    @property
+    def carried(self) -> list[Outcome]:
+        """The arguments that mean something here, or need nothing."""
+        return [each for each in self.outcomes if each.kind in (OURS, UNNEEDED)]
+
+    @property
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Argument, value and what became of it."""
+        for each in self.outcomes:
+            yield each.name, word(each.value), _became(each)
+        for name, value in self.defaults.items():
+            yield "", "", f"--{name} {word(value)}, which is the default there"
+
+    @property
+    def words(self) -> list[str]:
+        """The options as words of a command line."""
+        return [part for name, value in self.options.items() for part in (f"--{name}", text_of(name, value))]
+
+    @property
+    def command(self) -> str:
+        return f"{command('train')} {shlex.join(self.words)}"
+
+    @property
+    def text(self) -> str:
+        """The `run.yaml` of the run; what could not be carried is in its comments."""
+        lost = [each for each in self.outcomes if each.kind in (MISSING, NO_OPTION)]
+        lines = [f"# {each.name}: {word(each.value):.80}: {_became(each)}\n" for each in lost]
+        return "".join([f"# shardwright train --config {RUN_FILE}\n", *lines, dumped(self.options)])
+
+    @property
+    def batch(self) -> str:
+        """A line on the global batch, which depends on the devices; empty if the launcher does not say how many."""
+        processes = _processes(self.launcher)
+        if processes is None:
+            return ""
+        rows, steps = (
+            int(self.options.get(name, 1)) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        )
+        return (
+            f"a step there had {rows} × {processes} processes × {steps} = {rows * processes * steps} rows; here it has "
+            f"{rows} × the devices along the recipe's batch axes × {steps}"
+        )
+
+
+def ported(found: Published) -> Port:
+    """The port of a published command: what means the same, or comes nearest to what is not to be had."""
+    pairs = list(found.pairs)
+    if found.program == "llamafactory" and "finetuning_type" not in dict(pairs):
+        pairs.append(("finetuning_type", "lora"))
+    made = translated(pairs, _OPTIONS, lambda name: find(name, found.program), near=True)
+    options = {**made.fill, **made.options}
+    if found.objective is not None:
+        options.setdefault("objective", found.objective)
+    if not _adapted(found.program, dict(pairs)):
+        options = {name: value for name, value in options.items() if name not in _OF_ADAPTERS}
+        made.outcomes = [_without_adapter(each, found.program) for each in made.outcomes]
+    defaults = {name: value for name, value in DEFAULTS[found.program].items() if name not in options}
+    if float(options.get("max_steps") or -1) > 0:
+        defaults.pop("num_train_epochs", None)
+    return Port(made.outcomes, _typed(options | defaults), defaults, found.launcher)
+
+
+def _adapted(program: str, given: dict[str, Any]) -> bool:
+    """Whether what the arguments say of an adapter counts."""
+    if program not in ADAPTED_BY:
+        return True
+    name, values = ADAPTED_BY[program]
+    return word(given.get(name)).lower() in values
+
+
+def _without_adapter(each: Outcome, program: str) -> Outcome:
+    if each.kind != OURS or not each.options or not each.options.keys() <= _OF_ADAPTERS:
+        return each
+    return replace(
+        each, kind=UNNEEDED, options={}, said=f"because without {ADAPTED_BY[program][0]} all weights are trained"
+    )
+
+
+def _typed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the kinds that a command line makes of them."""
+    words = [f"--{name}={text_of(name, value)}" for name, value in options.items() if value is not None]
+    found = options_parser([TrainingArguments]).parse_args(words)
+    return {each.name: getattr(found, each.name) for each in fields(TrainingArguments) if each.name in options}
+
+
+def _became(each: Outcome) -> str:
+    if each.kind == UNNEEDED:
+        return f"not needed{', ' + each.said if each.said else ': it is so, or asks for nothing'}"
+    if each.kind == MISSING:
+        near = f" ({shown(each.nearest)} is taken)" if each.nearest else ""
+        return f"not to be had, {each.said}{near}"
+    if each.kind == NO_OPTION:
+        return f"unknown{': ' + each.said if each.said else ''}"
+    return ", ".join(part for part in (shown(each.options), each.said) if part)
+
+
+def _processes(launcher: list[str]) -> int | None:
+    for at, each in enumerate(launcher):
+        name, equals, text = each.lstrip("-").partition("=")
+        value = text if equals else launcher[at + 1] if at + 1 < len(launcher) else ""
+        if is_option(each) and name.replace("-", "_") in _PROCESSES and value.isdigit():
+            return int(value)
+    return None

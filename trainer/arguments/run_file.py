@@ -1,0 +1,131 @@
+"""A run as a file: the options in YAML or JSON that ``--config`` reads, and the `run.yaml` of an output folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import yaml
+
+from shardwright.arguments.known_flags.flag_words import text_of
+from shardwright.errors import UserError
+
+RUN_FILE = "run.yaml"
+OPTION = "--config"
+HELP = (
+    "A YAML or JSON file of options by their names, such as the run.yaml of an output folder; options of the command "
+    "line win."
+)
+_LARGEST = 1 << 20  # most bytes of such a file
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads scalars as YAML 1.2's core schema has them: `no` is a word, 2e-5 a number, 10:13 no sexagesimal one."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node; a key that comes twice is an error."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for number, key in enumerate(keys) if key in keys[:number]]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts in quotes that YAML 1.1 or 1.2 would read as something else."""
+
+
+for _tag, _form, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+):
+    for _kind in (_Loader, _Dumper):
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), list(_first))
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """The options in a YAML or JSON file, by name, with ``_`` in it; those without a value are left out.
+
+    Raises UserError: there is no such file, or it holds no mapping of names to values.
+    """
+    try:
+        text = _read(path).decode()
+        found = json.loads(text) if path.endswith(".json") else yaml.load(text, _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise _refused(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise _refused(
+            path, f"a {type(found).__name__}" if not isinstance(found, Mapping) else "a name that is no text"
+        )
+    return {name.lstrip("-").replace("-", "_"): value for name, value in found.items() if value is not None}
+
+
+def _read(path: str) -> bytes:
+    if "://" in path:
+        from shardwright.files.folder import Folder
+
+        folder, _, name = path.rpartition("/")
+        return Folder(folder).read(name)
+    with open(os.path.expanduser(path), "rb") as file:
+        data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise ValueError(f"more than {_LARGEST:,} bytes")
+    return data
+
+
+def _refused(path: str, found: str) -> UserError:
+    return UserError(
+        asked=f"{OPTION} {path}",
+        found=found,
+        why="it is a YAML or JSON file of options by their names: `learning_rate: 2e-5`",
+        instead=f"the {RUN_FILE} of an output folder, or one that `shardwright port` wrote",
+    )
+
+
+def with_files(words: Sequence[str]) -> list[str]:
+    """The words of a command with the options of its ``--config`` files in their place, before all others.
+
+    Raises UserError for a file that can't be read.
+    """
+    made: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for each in left:
+        if each == "--":
+            rest += [each, *left]
+            break
+        name, equals, path = each.partition("=")
+        if name != OPTION:
+            rest.append(each)
+            continue
+        path = path if equals else next(left, "")
+        made += [f"--{key}={text_of(key, value)}" for key, value in read_options(path).items()]
+    return [*made, *rest]
+
+
+def run_file(arguments: Any) -> str:
+    """The `run.yaml` of a run with ``arguments``: all options, those that are not the default first.
+
+    Read again, they are the same arguments, but for ``user:password@`` in a URL, which is left out.
+    """
+    values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
+    given = {name: value for name, value in values.items() if value != defaults[name]}
+    others = {name: value for name, value in values.items() if name not in given}
+    parts = [f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n", *map(dumped, [given])]
+    return "".join([*parts, "\n# As is the default:\n", dumped(others)])
+
+
+def dumped(options: Mapping[str, Any]) -> str:
+    """Options as YAML."""
+    if not options:
+        return ""
+    text: str = yaml.dump(dict(options), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
+    return text
