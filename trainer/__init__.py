@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from shardwright.loop import TrainingLoop
     from shardwright.run import train
     from shardwright.trainer import Trainer
+    from shardwright.trl_trainers import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
 __all__ = ["Compute", "Mesh", "Recipe", "Replicate", "Shard", "UserError", "__version__"]
 __all__ += ["Job", "Trainer", "TrainingArguments", "TrainingLoop", "train"]
+__all__ += ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 # public name → its module
 _LATER = {
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"), "trl_trainers"),
     "Job": "job",
     "Trainer": "trainer",
     "TrainingArguments": "arguments.training",

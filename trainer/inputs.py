@@ -75,10 +75,15 @@ def resolve(
     peft_config: Any = None,
     compute_loss_func: Any = None,
     compute_metrics: Any = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[TrainingArguments, RunInputs]:
-    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs."""
+    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs.
+
+    ``options`` are set last, beside those of an adapter.
+    """
+    late = dict(options or {})
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
-    options: dict[str, Any] = {}
+    options = {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
     for name, function in given.items():
         _check_kind(name, function, Callable, "a function")
@@ -126,8 +131,8 @@ def resolve(
             raise _kind("peft_config", peft_config, "a peft.LoraConfig")
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
         facts = facts_of(found.config or meta_model.load_config(args.model, written))
-        args = replace(args, **options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole))
-    return args, found
+        late |= options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole)
+    return replace(args, **late) if late else args, found
 
 
 def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
