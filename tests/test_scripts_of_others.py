@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
     """A small model and data, under the names that the scripts have for them."""
 
     def text(i: int) -> str:
-        return f"{i} and {i} are {2 * i}, and so on."
+        return f"{i} and {i} are {2 * i}, and so on, and on, and on."
 
     torch.manual_seed(0)
     tokenizer = byte_tokenizer(CHATML, "<|im_end|>")

@@ -207,6 +207,13 @@ def check_records(what: str, records: Any) -> None:
             why="it is one set of records",
             instead=f"{what}=datasets['train']; a dict of named sets is for eval_dataset",
         )
+    if isinstance(records, Dataset) and not len(records):
+        raise UserError(
+            asked=f"{what}=a Dataset",
+            found="no records in it",
+            why="there is nothing to make rows of",
+            instead="the dataset before it was filtered, to see which step left none",
+        )
     words = "a path, a hub id, or a Dataset or IterableDataset of the library `datasets` (Dataset.from_list(…))"
     _check_kind(what, records, str | os.PathLike | Dataset | IterableDataset, words)
 

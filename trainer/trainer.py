@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from shardwright.arguments.conversion import arguments_from
+from shardwright.arguments.from_theirs import arguments_like, is_theirs
 from shardwright.arguments.schedule import Schedule
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.output_folder import find_output
@@ -124,7 +124,7 @@ class Trainer(Outputs):
         self.hub_model_id, self._hub = hub_options(args)
         taken, given = translated(self._arguments(args), asked)
         self.args, self._given = resolve(taken, **given)
-        if isinstance(args, transformers.TrainingArguments) and not hasattr(args, "max_length"):
+        if is_theirs(args) and not hasattr(args, "max_length"):
             self.args = with_longest(self.args, self._given.train)
         self._asked = asked
         self.console, self._callbacks = console or Terminal(), list(callbacks or ())
@@ -133,9 +133,9 @@ class Trainer(Outputs):
 
     def _arguments(self, args: Any) -> TrainingArguments:
         """The run's arguments, of the objective that a trainer of trl's name stands for."""
-        if args is not None and not isinstance(args, TrainingArguments | transformers.TrainingArguments):
+        if args is not None and not isinstance(args, TrainingArguments) and not is_theirs(args):
             raise not_arguments(args)
-        made = TrainingArguments() if args is None else arguments_from(args)
+        made = TrainingArguments() if args is None else arguments_like(args) if is_theirs(args) else args
         named = made.objective != DEFAULT or self.objective_name == DEFAULT
         return made if named else replace(made, objective=self.objective_name)
 
@@ -160,7 +160,7 @@ class Trainer(Outputs):
             return asked[name]
         if hasattr(type(self), name):  # a property that failed with an AttributeError, which says what failed
             return object.__getattribute__(self, name)
-        raise no_attribute(name, dir(self))
+        raise no_attribute(name, [*dir(self), *_GIVEN])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("args", "console") and name in inspect.signature(Trainer).parameters:

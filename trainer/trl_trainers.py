@@ -1,11 +1,14 @@
-"""trl's trainers by name: Trainer with the objective that each stands for."""
+"""trl's trainers and configs by name: Trainer and TrainingArguments with the objective that each stands for."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
+from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
+from shardwright.objectives import DEFAULT
 from shardwright.trainer import Trainer
 
 
@@ -51,3 +54,14 @@ def _same(model: Any, other: Any) -> bool:
         return isinstance(model, str) and model == other
     one, two = model.state_dict(), other.state_dict()
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _config(objective: str) -> Callable[..., TrainingArguments]:
+    def config(output_dir: str | None = None, **options: Any) -> TrainingArguments:
+        return TrainingArguments(output_dir=output_dir, objective=options.pop("objective", objective), **options)
+
+    return config
+
+
+SFTConfig, RewardConfig = _config(DEFAULT), _config(RewardTrainer.objective_name)
+DPOConfig, KTOConfig = _config(DPOTrainer.objective_name), _config(KTOTrainer.objective_name)

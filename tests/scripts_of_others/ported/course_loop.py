@@ -34,7 +34,7 @@ def keytoken_weighted_loss(inputs, logits, keytoken_ids, alpha=1.0):
     return (loss_per_sample * weights).mean()
 
 
-args = TrainingArguments(output_dir="weighted", sequence_length=32, per_device_train_batch_size=2, learning_rate=5e-3)
+args = TrainingArguments(output_dir="weighted", sequence_length=32, num_train_epochs=1, learning_rate=5e-3)
 trainer = Trainer(
     model,
     args,

@@ -14,13 +14,16 @@ _RENAMED = {"max_length": "sequence_length"}  # trl's field → the option
 _NUMBERS = ("beta", "desirable_weight", "undesirable_weight", "center_rewards_coefficient")
 
 
-def arguments_from(args: Any) -> TrainingArguments:
-    """``args`` as :class:`TrainingArguments`: itself, or made of an instance of transformers' class or of trl's.
+def is_theirs(args: Any) -> bool:
+    """Whether ``args`` are transformers' TrainingArguments, or a subclass such as trl's SFTConfig."""
+    return any(each.__module__.partition(".")[0] in ("trl", "transformers") for each in type(args).__mro__)
+
+
+def arguments_like(args: Any) -> TrainingArguments:
+    """Our arguments that mean what ``args``, transformers' or trl's, do.
 
     Their trainers pack nothing unless told to, so each sample has a row.
     """
-    if isinstance(args, TrainingArguments):
-        return args
     given = {each.name: getattr(args, each.name) for each in fields(args)}
     ours = {each.name for each in fields(TrainingArguments)}
     values: dict[str, Any] = {"packing": False, "objective": _OBJECTIVES.get(type(args).__name__, DEFAULT)}
