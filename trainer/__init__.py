@@ -20,12 +20,25 @@ if TYPE_CHECKING:
     from shardwright.loop import TrainingLoop
     from shardwright.run import train
     from shardwright.trainer import Trainer
+    from shardwright.trl_trainers import (
+        DPOConfig,
+        DPOTrainer,
+        KTOConfig,
+        KTOTrainer,
+        RewardConfig,
+        RewardTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
 
 __all__ = ["Compute", "Mesh", "Recipe", "Replicate", "Shard", "UserError", "__version__"]
 __all__ += ["Job", "Trainer", "TrainingArguments", "TrainingLoop", "train"]
+__all__ += ["DPOConfig", "DPOTrainer", "KTOConfig", "KTOTrainer"]
+__all__ += ["RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer"]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 # public name → its module
 _LATER = {
+    **{f"{name}{kind}": "trl_trainers" for name in ("DPO", "KTO", "Reward", "SFT") for kind in ("Config", "Trainer")},
     "Job": "job",
     "Trainer": "trainer",
     "TrainingArguments": "arguments.training",

@@ -76,10 +76,15 @@ def resolve(
     peft_config: Any = None,
     compute_loss_func: Any = None,
     compute_metrics: Any = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[TrainingArguments, RunInputs]:
-    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs."""
+    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs.
+
+    ``options`` are set last, beside those of an adapter.
+    """
+    late = dict(options or {})
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
-    options: dict[str, Any] = {}
+    options = {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
     for name, function in given.items():
         _check_kind(name, function, Callable, "a function")
@@ -128,8 +133,8 @@ def resolve(
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
         config = found.config or meta_model.load_config(args.model, written)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config)
-        args = replace(args, **options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole))
-    return args, found
+        late |= options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole)
+    return replace(args, **late) if late else args, found
 
 
 def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
@@ -203,6 +208,13 @@ def check_records(what: str, records: Any) -> None:
             found="several sets in one",
             why="it is one set of records",
             instead=f"{what}=datasets['train']; a dict of named sets is for eval_dataset",
+        )
+    if isinstance(records, Dataset) and not len(records):
+        raise UserError(
+            asked=f"{what}=a Dataset",
+            found="no records in it",
+            why="there is nothing to make rows of",
+            instead="the dataset before it was filtered, to see which step left none",
         )
     words = "a path, a hub id, or a Dataset or IterableDataset of the library `datasets` (Dataset.from_list(…))"
     _check_kind(what, records, str | os.PathLike | Dataset | IterableDataset, words)

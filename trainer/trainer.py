@@ -2,18 +2,27 @@
 
 import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import transformers
 from datasets import Dataset, IterableDataset
 from rich.console import Console
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
+from shardwright.arguments.from_theirs import arguments_like, is_theirs
+from shardwright.arguments.schedule import Schedule
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.output_folder import find_output
 from shardwright.data.corpus import load_rows_of
@@ -21,35 +30,34 @@ from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.rows import StoredRows
 from shardwright.data.samples.collator import Collator, collated
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder
 from shardwright.hosts.output_streams import lasting_output
 from shardwright.inputs import Records, TrainerCallbacks, check_records, named_sets, resolve
 from shardwright.layout.recipe import Recipe
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import targets
+from shardwright.monitoring.callbacks import Callbacks
+from shardwright.objectives import DEFAULT
 from shardwright.report.lines import Terminal
 from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
-from shardwright.weights.hub_push import push_folder
+from shardwright.upstream.given import check_unused, formatted, not_arguments, translated, with_longest
+from shardwright.upstream.names import in_place_of, no_attribute, no_keyword
+from shardwright.upstream.outputs import Outputs, hub_options, shown
+from shardwright.upstream.processes import keep_devices_free
 
 # transformers' methods that nothing but a user's program calls, here as there
 _CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
-# parts of the names of its other methods -> what takes their place
-_IN_PLACE_OF = {
-    "loss": "compute_loss_func=, which is traced into the step",
-    "dataloader": "train_dataset= and eval_dataset=, in the order that --shuffle_rows false keeps; data_collator=",
-    "sampler": "train_dataset= in the order wanted, with --shuffle_rows false",
-    "optimizer": "--optim, or a file of your own in trainer/optimizers/",
-    "scheduler": "--lr_scheduler_type and --lr_scheduler_kwargs",
-    "log": "a callback's on_log",
-    "eval": "compute_metrics=, which is traced into the evaluation; a callback's on_evaluate",
-    "prediction": "compute_metrics=, which is traced into the evaluation; predict()",
-    "save": "a callback's on_save; save_model() after train()",
-}
+# what is given, and can be asked for, beside callbacks and the console
+_GIVEN = (
+    *("model", "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init"),
+    *("compute_loss_func", "compute_metrics", "optimizers", "optimizer_cls_and_kwargs"),
+    *("preprocess_logits_for_metrics", "recipe", "peft_config", "formatting_func", "quantization_config", "tokenizer"),
+)
+keep_devices_free()  # before a program makes transformers' TrainingArguments
 
 
-class Trainer:
+class Trainer(Outputs):
     """Trains a causal language model on a mesh: transformers' Trainer by name and meaning, with a ``recipe`` besides.
 
     Nothing is read, and no device opened, before :meth:`train`, :meth:`evaluate` or :meth:`predict`. Objects given here
@@ -58,12 +66,14 @@ class Trainer:
     Args:
         model: a hub id or folder, whose weights are the start; a config of transformers, for a random init; or a
             ``PreTrainedModel`` on the CPU. Default: what ``args`` name, else the recipe's own small model.
-        args: everything else that a run does. Once a run is prepared, the attribute ``args`` holds its frozen settings.
+        args: everything else that a run does; or transformers' TrainingArguments, or a config of trl's. Once a run is
+            prepared, the attribute ``args`` holds its frozen settings.
         recipe: a name, the path of a file, or a ``Recipe``. Default: what ``args`` name, which is ``auto``.
         train_dataset: a path or hub id, or a ``Dataset`` or ``IterableDataset``, whose records are of any shape that
             docs/data.md lists.
         eval_dataset: likewise, or a dict of several by their names, each logged as ``eval_NAME_loss``.
         processing_class: the tokenizer, or its name. Default: what lies with the weights.
+        model_init: makes the model, in place of ``model``.
         data_collator: makes ``input_ids`` and ``labels`` of a record. It is called with one record at a time, before
             training, and its padding is taken off: rows are packed, of one shape. Records must then be a ``Dataset`` or
             an ``IterableDataset`` of columns that it takes; a ``Dataset`` is collated at once.
@@ -72,43 +82,62 @@ class Trainer:
         compute_metrics: `Predictions` (`shardwright.step.eval_metrics`) of one batch → ``{name: (sum, count)}``, traced
             into the evaluation.
         callbacks: transformers' own, or yours.
+        optimizers, optimizer_cls_and_kwargs: torch's AdamW and transformers' schedules, where options mean the same.
+        formatting_func: the text of a record, which is trained on whole.
+        quantization_config: NF4 of bitsandbytes, for the model under an adapter.
+        tokenizer: ``processing_class`` under its earlier name.
         peft_config: a ``peft.LoraConfig``; what it says beyond plain LoRA is refused by name.
 
     Raises:
         UserError: an argument is of a kind that can't be trained with.
     """
 
+    objective_name: ClassVar[str] = DEFAULT  # of arguments that name none
+
     def __init__(
         self,
         model: str | Path | PretrainedConfig | PreTrainedModel | None = None,
-        args: TrainingArguments | None = None,
-        *,
-        recipe: str | Path | Recipe | None = None,
+        args: Any = None,
+        data_collator: Collator | None = None,
         train_dataset: Records | None = None,
         eval_dataset: Records | Mapping[str, Records] | None = None,
         processing_class: str | PreTrainedTokenizerBase | None = None,
-        data_collator: Collator | None = None,
+        model_init: Callable[..., Any] | None = None,
         compute_loss_func: LossFunction | None = None,
         compute_metrics: ComputeMetrics | None = None,
         callbacks: TrainerCallbacks | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: None = None,
+        *,
+        recipe: str | Path | Recipe | None = None,
         peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
+        quantization_config: Any = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
         console: Console | None = None,
+        **others: Any,
     ) -> None:
-        self.args, self._given = resolve(
-            args,
-            model=model,
-            recipe=recipe,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            data_collator=data_collator,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            peft_config=peft_config,
-        )
+        asked = {name: value for name, value in locals().items() if name in _GIVEN}
+        for name in others:
+            raise no_keyword(name, [*_GIVEN, "callbacks", "console"], [each.name for each in fields(TrainingArguments)])
+        self.hub_model_id, self._hub = hub_options(args)
+        taken, given = translated(self._arguments(args), asked)
+        self.args, self._given = resolve(taken, **given)
+        if is_theirs(args) and not hasattr(args, "max_length"):
+            self.args = with_longest(self.args, self._given.train)
+        self._asked = asked
         self.console, self._callbacks = console or Terminal(), list(callbacks or ())
         self._start: Start | None = None
         self._loop: TrainingLoop | None = None
+
+    def _arguments(self, args: Any) -> TrainingArguments:
+        """The run's arguments, of the objective that a trainer of trl's name stands for."""
+        if args is not None and not isinstance(args, TrainingArguments) and not is_theirs(args):
+            raise not_arguments(args)
+        made = TrainingArguments() if args is None else arguments_like(args) if is_theirs(args) else args
+        named = made.objective != DEFAULT or self.objective_name == DEFAULT
+        return made if named else replace(made, objective=self.objective_name)
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Refuse methods that transformers' Trainer would call, and this one never: their work is in the one step."""
@@ -122,8 +151,16 @@ class Trainer:
                     asked=f"class {cls.__name__}(Trainer) with its own {name}",
                     found="a method that transformers' Trainer calls as it trains",
                     why="here a step is one computation, made of what the trainer is given: it would never be called",
-                    instead=next((text for part, text in _IN_PLACE_OF.items() if part in name), others),
+                    instead=in_place_of(name) or others,
                 )
+
+    def __getattr__(self, name: str) -> Any:
+        asked = vars(self).get("_asked", {})
+        if name in asked:
+            return asked[name]
+        if hasattr(type(self), name):  # a property that failed with an AttributeError, which says what failed
+            return object.__getattribute__(self, name)
+        raise no_attribute(name, [*dir(self), *_GIVEN])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("args", "console") and name in inspect.signature(Trainer).parameters:
@@ -143,13 +180,54 @@ class Trainer:
         return self._loop
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The model given, which has the trained weights once :meth:`train` is over; else the one on the devices.
+
+        Of the latter ``save_pretrained`` is :meth:`save_model`: its parameters are stacked, and lie on the mesh.
+        """
+        if self._given.model is not None and not self.args.has_adapter:
+            return self._given.model
+        return shown(self.loop.placed.model, self)
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, the one given or that of the run."""
+        given = self._given.tokenizer
+        return self.loop.corpus.tokenizer if given is None else given
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """:attr:`processing_class` under its earlier name."""
+        return self.processing_class
+
+    @property
+    def callback_handler(self) -> Callbacks:
+        return self.loop.callbacks
+
+    @property
+    def control(self) -> TrainerControl:
+        return self.loop.control
+
+    @property
+    def lr_scheduler(self) -> Schedule:
+        """The schedule of learning rates, which has ``get_last_lr()`` alone."""
+        return self.loop.schedule
+
+    @property
     def state(self) -> TrainerState:
         """The run's steps, log and best evaluation, as transformers' callbacks see them."""
         return self.loop.state
 
     @lasting_output()
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: Sequence[str] | None = None,
+    ) -> TrainOutput:
         """Train to ``max_steps``, a signal or a loss that is not finite; leaves the output folder complete.
+
+        A ``model`` that was given has the trained weights then.
 
         Args:
             resume_from_checkpoint: a checkpoint's path; True: the newest in the output folder, or a new run if it has
@@ -158,6 +236,7 @@ class Trainer:
         Raises:
             UserError: anything that can't be; or the trainer has trained already.
         """
+        check_unused(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         if resume_from_checkpoint:
             where = "latest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
             self.args, self._start, self._loop = replace(self.args, resume_from_checkpoint=where), None, None
@@ -177,23 +256,31 @@ class Trainer:
             loop = self._loop or self._open(start)
             while not start.trained(loop):
                 loop = self._open(start)
+        if self._given.model is not None and loop.job.lora is None:
+            loop.trained.into(self._given.model)
         metrics = next((entry for entry in reversed(loop.state.log_history) if "train_runtime" in entry), {})
         return TrainOutput(loop.state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
 
     def evaluate(
-        self, eval_dataset: Records | Mapping[str, Records] | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Records | Mapping[str, Records] | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Loss, perplexity, token accuracy and your own metrics of the held-out sets, or of ``eval_dataset``.
 
         They are logged and told to the callbacks. A dict's sets are each named: ``eval_NAME_loss``. Of every set, the
         run's own or given here, ``args.max_eval_rows`` rows are read, spread evenly over all; 0: all of them.
         """
+        check_unused(ignore_keys=ignore_keys)
         if eval_dataset is None:
             return self.loop.evaluate(prefix=metric_key_prefix)
         sets = {name: self._rows(each) for name, each in named_sets("eval_dataset", eval_dataset).items()}
         return self.loop.evaluate(sets, metric_key_prefix)
 
-    def predict(self, test_dataset: Records, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self, test_dataset: Records, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Predict every record's tokens; without logits, which would not fit on a host.
 
         Each record has a row of S = ``sequence_length`` tokens, in the order of the data; one that is dropped, split or
@@ -204,6 +291,7 @@ class Trainer:
             log-probability of the token in ``label_ids`` (float32; 0 where there is none). ``label_ids``: int64 [rows,
             S], what each position is scored against, *already shifted*, else -100. ``metrics``: as :meth:`evaluate`.
         """
+        check_unused(ignore_keys=ignore_keys)
         self.args.check_beside(predict=[test_dataset])
         check_records("test_dataset", test_dataset)
         rows = self._rows(test_dataset)
@@ -211,49 +299,27 @@ class Trainer:
         labels, both = targets(as_batch(rows.read(np.arange(len(rows))))["labels"]), cast(Any, (ids, log_probs))
         return PredictionOutput(both, labels.numpy(), metrics)
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model in the hub's format, or the adapter in PEFT's, with the tokenizer.
-
-        ``output_dir`` is on disk or in a store; default: the run's ``model`` folder, as :meth:`train` leaves it.
-        """
-        self.loop.trained.write(Folder(str(output_dir)) if output_dir else self.loop.folder / "model")
-
-    def push_to_hub(
-        self,
-        repo_id: str | None = None,
-        commit_message: str = "End of training",
-        *,
-        token: str | None = None,
-        private: bool = False,
-        revision: str | None = None,
-    ) -> str:
-        """Write the model as :meth:`save_model` does, and upload that folder; returns the commit's address.
-
-        Args:
-            repo_id: ``owner/name``. Default: the output folder's name, under the token's owner.
-            token: None: HF_TOKEN, or what `hf auth login` left. It is kept nowhere.
-
-        Raises:
-            UserError: the hub can't be reached or refuses this token, or the output folder is in a store.
-        """
-        folder = self.loop.folder / "model"
-        if folder.remote:
-            raise UserError(
-                asked=f"to push {folder}",
-                found="a folder in a store",
-                why="the hub's client uploads what lies on disk",
-                instead="save_model with a folder on disk, and `hf upload`",
-            )
-        self.save_model()
-        self.loop.callbacks.on_push_begin(self.args, self.loop.state, self.loop.control)  # type: ignore[arg-type]
-        repo = repo_id or self.loop.folder.name
-        return push_folder(Path(str(folder)), repo, commit_message, token=token, private=private, revision=revision)
-
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Tell ``callback``, an instance or its class, of the events that follow."""
         self._callbacks.append(callback)
         if self._loop is not None:
             self._loop.callbacks.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Tell ``callback``, an instance or the first of a class, of nothing more; returns it, None: there is none."""
+        opened = self._loop.callbacks.pop_callback(callback) if self._loop is not None else None
+        kept = [each if isinstance(each, type) else type(each) for each in self._callbacks]
+        fits = [each == callback or kind is callback for each, kind in zip(self._callbacks, kept, strict=True)]
+        found = self._callbacks.pop(fits.index(True)) if True in fits else None
+        return opened or (found() if isinstance(found, type) else found)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell ``callback``, an instance or the first of a class, of nothing more."""
+        self.pop_callback(callback)
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of trained numbers: of an adapter, its own."""
+        return sum(math.prod(each.shape) for each in self.loop.job.stored.parameters if each.trained)
 
     def _prepare(self, *, writes: bool) -> Start:
         self._start = prepare(self.args, self._given, self._callbacks, self.console, writes=writes)
@@ -268,6 +334,8 @@ class Trainer:
     def _rows(self, records: Any) -> StoredRows:
         loop = self.loop  # sets _start
         assert self._start is not None
+        if self._asked["formatting_func"] is not None:
+            records = formatted("dataset", records, self._asked["formatting_func"], loop.corpus.tokenizer.eos_token)
         if self._given.collator is not None and isinstance(records, Dataset | IterableDataset):
             records = collated(records, self._given.collator)
         return load_rows_of(records, self._start.data, loop.corpus.tokenizer)

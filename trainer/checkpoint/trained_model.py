@@ -7,6 +7,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.checkpoint.read import open_checked, saved_buffers
+from shardwright.files.arrays import whole
 from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
@@ -62,8 +63,19 @@ class TrainedModel:
             # a copy, since a model's config is written with the dtype of its weights
             model = copy.deepcopy(facts.whole)
             own = in_dtype(source, base_dtype(self.job.config), kept_in_float32(model))
-            whole = part_and_rest(own, self.base, facts.names_in_whole)
-            export(folder, model, whole, self.tokenizer, console=self.console, base=self.published)
+            weights = part_and_rest(own, self.base, facts.names_in_whole)
+            export(folder, model, weights, self.tokenizer, console=self.console, base=self.published)
+
+    def into(self, model: PreTrainedModel) -> None:
+        """Copy the trained weights into ``model``, one of `job.facts.whole`'s class on this host, a tensor at a time.
+
+        All hosts call it. Under an adapter there is nothing to copy: the weights are as they were.
+        """
+        facts, tensors = self.job.facts, model.state_dict()
+        source = LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
+        trained = part_and_rest(source, self.base, facts.names_in_whole)
+        for name, tensor in tensors.items():
+            tensor.copy_(whole(trained(name)))
 
     def in_checkpoint(self, folder: Folder) -> Source:
         """The weights in a checkpoint of this run; raises UserError if they can't be read, or are another model's."""

@@ -30,8 +30,9 @@ from shardwright.step.split_rows import RowPieces
 
 CORRECT = "correct_tokens"
 MTP_LOSS, Z_LOSS = "mtp_loss", "z_loss"
-# (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
-LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
+# (the model's outputs, labels [rows, S], num_items_in_batch=scored targets) → a 0-d loss: transformers'
+# `compute_loss_func`, called as it calls it
+LossFunction = Callable[..., Tensor]
 
 
 class _HeadInUse(Exception):
@@ -197,7 +198,7 @@ class Loss:
 
     def _own(self, output: Any, labels: Tensor, tokens: Tensor) -> Tensor:
         assert self.compute is not None
-        loss = self.compute(output, labels, tokens)
+        loss = self.compute(output, labels, num_items_in_batch=tokens)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else ""
             raise UserError(

@@ -1,0 +1,63 @@
+"""accelerate beside this trainer: kept off the devices, and the few things that scripts ask its Accelerator for."""
+
+from typing import Any
+
+import accelerate.state
+
+from shardwright.hosts.hosts import hosts
+from shardwright.upstream.names import NotHere
+
+
+def keep_devices_free() -> None:
+    """Have accelerate leave the devices to this package, which opens them once, with the chip's flags and SPMD.
+
+    transformers' TrainingArguments open them where torch_xla is installed, each device for itself; on virtual devices
+    its ``main_process_first`` then waits for ever.
+    """
+    # semi-private: accelerate/state.py, accelerate 1.15
+    accelerate.state.is_torch_xla_available = lambda *_, **__: False  # type: ignore[assignment]
+
+
+class Accelerator:
+    """The processes of a job as scripts see them through ``trainer.accelerator``: who prints, and waiting."""
+
+    @property
+    def is_main_process(self) -> bool:
+        return hosts().first
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True: a host runs one process."""
+        return True
+
+    @property
+    def process_index(self) -> int:
+        return hosts().index
+
+    @property
+    def num_processes(self) -> int:
+        return hosts().count
+
+    def print(self, *words: Any, **options: Any) -> None:
+        """Print on the first host alone."""
+        if hosts().first:
+            print(*words, **options)
+
+    def wait_for_everyone(self) -> None:
+        hosts().once(lambda: None)
+
+    def unwrap_model(self, model: Any) -> Any:
+        return model
+
+    def end_training(self) -> None:
+        """Do nothing: trackers end with the run."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotHere(
+            asked=f"trainer.accelerator.{name}",
+            found="accelerate's Accelerator, which divides a loop of one's own among processes",
+            why="here the devices are one mesh, a host runs one process, and a step is one computation",
+            instead="Trainer's own arguments; print, is_main_process and wait_for_everyone are here",
+        )
