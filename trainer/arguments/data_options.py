@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
 
+TRAIN_ON = ("all", "last")  # turns of a chat
 OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # policies for a sample longer than a row
 _SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins
 
@@ -34,6 +35,16 @@ class DataArguments(Checked):
     max_samples: int | None = option(None, "Train on the first so many documents or samples of --dataset alone.")
     train_on_prompt: bool = option(
         False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
+    )
+    train_on: str = option(
+        "all",
+        "Turns of a chat to learn: `all`, or the `last` alone. A turn that the chat template writes otherwise once the "
+        "chat goes on, as those that leave out earlier reasoning do, is a sample of its own.",
+    )
+    chat_template: str | None = option(
+        None,
+        "Write chats by this template in place of the tokenizer's: `chatml`, or a file in Jinja. It is kept with the "
+        "model, and the word that ends a turn ends a generation.",
     )
     split_special_tokens: bool | None = option(
         None,
@@ -79,6 +90,7 @@ class DataArguments(Checked):
         self.at_least(2, "a row needs a token and its target", "sequence_length", instead=256)
         self.at_least(1, "nothing would be left to train on", "max_samples", instead=1000)
         self.choose("overflow", OVERFLOW)
+        self.choose("train_on", TRAIN_ON)
         self.choose("on_bad_row", ["error", "skip"])
         names = _SET.findall(self.eval_dataset or "") if "" not in self.eval_sets else []
         if len(set(names)) < len(names) or not all(self.eval_sets.values()):

@@ -119,7 +119,8 @@ class _Auditor:
     def bad(self, number: int, bad: BadRecord) -> None:
         skipped = self.options.samples.on_bad_row == "skip"
         finding = "template parts" if bad.parts else "left out" if skipped else "bad row"
-        self.note(finding, self.places[number], f"column {bad.column}: {bad.found}")
+        instead = f" (instead: {bad.instead})" if bad.instead else ""
+        self.note(finding, self.places[number], f"column {bad.column}: {bad.found}{instead}")
 
     def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None:
         place, length, policy = self.places[number], len(sample.tokens), self.options.samples.overflow

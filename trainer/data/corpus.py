@@ -22,6 +22,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.chat_template import DEFAULT, RecordTexts, template_note
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.documents import TRAIN, find_documents
 from shardwright.data.records.fields import counted
@@ -32,16 +33,15 @@ from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
-from shardwright.data.samples.chat import Template
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.data.samples.tally import notes, unread_notes
+from shardwright.data.samples.template import Template
 from shardwright.data.tokenizer import (
     check_tokenizer,
     check_vocabulary,
     fix_date,
     special_name,
     tokenizer_fingerprint,
-    trained_tokenizer,
 )
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
@@ -49,7 +49,7 @@ from shardwright.files.scratch import scratch_folder
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
-CACHE_FORMAT = 3  # part of every cache key: raise it when cached data changes meaning
+CACHE_FORMAT = 4  # part of every cache key: raise it when cached data changes meaning
 STREAM_FORMAT = 2  # part of a streamed text's name in cursors, so that older checkpoints go on; samples have the above
 
 
@@ -83,6 +83,7 @@ class DataOptions:
     date: str | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
     labels: bool = False  # rows of text get labels too, to be mixed with rows of samples
+    chat_template: str | None = None  # the tokenizer's, by the name that it was asked for; None: its own
 
     @property
     def reading(self) -> tuple[Sequence[RecordShape], str]:
@@ -192,8 +193,10 @@ def _stored_corpus(
             return splits
 
         if tokenizer is None:
-            folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__])
-            tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()[TRAIN]), vocab_size)
+            options = replace(options, chat_template=options.chat_template or DEFAULT)
+            of = RecordTexts(documents.shape, str(options.chat_template), lambda: _sample(split()[TRAIN]))
+            folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__, *of.special_words])
+            tokenizer = of.tokenizer(folder, scratch, vocab_size)
         packing = _Packing(options, documents.shape, tokenizer)
         rows = cached(
             root / "rows" / digest([*key, *packing.key]),
@@ -245,10 +248,12 @@ def _streamed_corpus(
     check_special_names(options, stream.shape, tokenizer, first_texts(stream))
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
-        folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])
+        options = replace(options, chat_template=options.chat_template or DEFAULT)
         texts = (text for _, text, held in first_documents(stream, fraction) if not held)
+        of, key = RecordTexts(stream.shape, str(options.chat_template), lambda: texts), [CACHE_FORMAT, stream.identity]
+        folder = root / "tokenizers" / digest([*key, fraction, vocab_size, "stream", *of.special_words])
         with _scratch_in(root) as scratch:
-            tokenizer = trained_tokenizer(folder, scratch, lambda: texts, vocab_size)
+            tokenizer = of.tokenizer(folder, scratch, vocab_size)
     packing = _Packing(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
     held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
@@ -337,7 +342,7 @@ class _Packing:
             ]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
-            key += [*samples.segments, *([f"taught {samples.taught}"] if samples.taught else [])]
+            key += [samples.train_on, *samples.segments, *([f"taught {samples.taught}"] if samples.taught else [])]
             key += [options.date] if options.date else []
         elif options.labels:
             key += ["labels"]
@@ -348,6 +353,8 @@ class _Packing:
             return tuple(unread_notes(tally))
         trained = "every token" if self.options.samples.train_on_prompt else self.shape.trained
         words = [f"records with {', '.join(self.shape.required)}; trained on: {trained}"]
+        if self.options.chat_template and self.tokenizer.chat_template:
+            words.append(template_note(self.tokenizer, self.options.chat_template))
         if self.options.date:
             words.append(f"the chat template writes the date of the run's first start: {self.options.date}")
         return *words, *notes(self.shape, tally, self.options.sequence_length)
@@ -357,11 +364,11 @@ def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTraine
     """Refuse samples that can't be made, when no more than their columns has been read."""
     if not options.makes_samples(shape):
         return
-    if tokenizer is None and not shape.is_text:
+    if tokenizer is None and shape.name == "input_ids":
         raise UserError(
             asked=f"{options.dataset}: records of {shape.name}, without a tokenizer",
-            found="one would have to be trained on them",
-            why="one is trained on texts alone",
+            found="tokens of another one",
+            why="one is trained on texts alone, or on the texts in chats",
             instead="--tokenizer with a hub id or a folder, or a --model that brings its own",
         )
     if options.samples.packing and not options.isolate_documents:

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
+from shardwright.data.chat_template import with_chat_template
 from shardwright.data.corpus import DataOptions
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
@@ -22,6 +23,8 @@ def asked_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer given or named, else the one beside the weights; None: one is to be trained on the data.
 
+    With ``args.chat_template`` it has that one.
+
     Raises UserError if there is none of that name, or a model of ``config`` can't be trained with it.
     """
     name = args.tokenizer
@@ -31,7 +34,9 @@ def asked_tokenizer(
             name = args.model
     tokenizer = open_tokenizer(name) if given is None and name is not None else given
     check_tokenizer(tokenizer, config.get_text_config().vocab_size)
-    return tokenizer
+    if tokenizer is None or args.chat_template is None:
+        return tokenizer
+    return with_chat_template(tokenizer, args.chat_template)
 
 
 def stop_tokens(
@@ -76,6 +81,7 @@ def data_options(
         eval_dataset=evaluated or args.eval_sets,
         max_samples=args.max_samples,
         date=date,
+        chat_template=args.chat_template,
         samples=SampleOptions(
             args.train_on_prompt,
             args.overflow,
@@ -86,5 +92,6 @@ def data_options(
             groups=args.goal.groups,
             segments=args.goal.segments,
             taught=int(args.goal.numbers["teacher_top_k"]) if args.entry.teacher and args.teacher is None else None,
+            train_on=args.train_on,
         ),
     )

@@ -125,18 +125,19 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def trained_tokenizer(
-    folder: Path, scratch: Path, texts: Callable[[], Iterable[str]], vocab_size: int
+    folder: Path, scratch: Path, texts: Callable[[], Iterable[str]], vocab_size: int, words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """The tokenizer in the cache's ``folder``: a byte-level BPE (Sennrich et al. 2016, as in GPT-2).
 
-    It has at most ``vocab_size`` tokens, and is trained on ``texts()`` if there is none yet.
+    It has at most ``vocab_size`` tokens, of which ``words`` are special ones, and is trained on ``texts()`` if there is
+    none yet.
     """
     name = "tokenizer.json"
 
     def build(made: Path) -> None:
         tokenizer = Tokenizer(BPE())
         tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-        alphabet, special = ByteLevel.alphabet(), [END_OF_TEXT]
+        alphabet, special = ByteLevel.alphabet(), [END_OF_TEXT, *words]
         trainer = BpeTrainer(
             vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         )

@@ -23,11 +23,12 @@ _LISTS = ("input_ids", IDS, LOGPS, "messages", "conversations", "prompt", "compl
 class BadRecord(ValueError):
     """A record that can't become a sample: the column, and its fault.
 
-    ``parts``: the chat template renders its beginning differently alone than within the whole.
+    ``parts``: the chat template renders its beginning differently alone than within the whole. ``instead``: a way round
+    that leaves the data as they are.
     """
 
-    def __init__(self, column: str, found: str, parts: bool = False) -> None:
-        self.column, self.found, self.parts = column, found, parts
+    def __init__(self, column: str, found: str, parts: bool = False, instead: str = "") -> None:
+        self.column, self.found, self.parts, self.instead = column, found, parts, instead
         super().__init__(f"{column}: {found}")
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from shardwright.data.records.fields import is_empty, named
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.samples.chat import Chat, Template
+from shardwright.data.samples.chat import Chat
+from shardwright.data.samples.template import Template
 
 # characters for private use, which stand in no text: a field's mark takes the place of a letter of it
 _MARKS = range(0xF0000, 0x10FFFE)
@@ -16,8 +17,10 @@ _LAST_LETTER = re.compile(r"\w(?=\W*$)")
 Field = tuple[int, str]  # (a message's number, its key); -1: a column beside the messages; -2: a key of its options
 
 
-def unread_fields(chat: Chat, whole: str, template: Template) -> list[str]:
+def unread_fields(chat: Chat, whole: str, template: Template, alone: Sequence[int] = ()) -> list[str]:
     """Fields with a value that have no effect on ``whole``, the chat's text, as :func:`named` writes them.
+
+    Nor on the texts that end with the turns ``alone``, which are samples of their own.
 
     Seldom more than three renderings: each field bears a mark, all at once, and those that are not seen are left out,
     all at once. Only if that changes the text, they are halved.
@@ -26,11 +29,14 @@ def unread_fields(chat: Chat, whole: str, template: Template) -> list[str]:
     plain = all(message.keys() <= {"role", "content"} for message in chat.messages) and not (chat.tools or chat.options)
     if plain and _in_order(contents, whole):
         return []
-    if chat.options:  # they may have an effect on the beginning of an answer alone
-        turn = chat.first if template.marked(chat) else max(chat.turns, default=0)
-        whole, render = template.asked(chat, turn), lambda changed: template.asked(changed, turn)
-    else:
-        render = template.whole
+    # options may have an effect on the beginning of an answer alone
+    asked = chat.options and (chat.first if template.marked(chat) else max(chat.turns, default=0))
+
+    def render(changed: Chat) -> str:
+        own = [template.ended(changed, turn) for turn in alone]
+        return "".join([template.whole(changed), *own, template.text(changed, asked) if asked else ""])
+
+    whole = render(chat) if alone or asked else whole
     fields = _fields(chat)
     marks = dict(zip(fields, map(chr, _MARKS), strict=False))
     seen = _rendered(_changed(chat, lambda field, value: _marked(value, marks.get(field))), render) or ""

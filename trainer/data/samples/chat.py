@@ -1,31 +1,18 @@
-"""Chats: a record's messages, and the tokens of them that are trained on.
+"""Chats: the messages of records, in the form that chat templates take."""
 
-A template may mark them (``{% generation %}``). For any other, the conversation is rendered up to each turn of the
-assistant, as a server would to get that turn, and again with the turn. Each must be a beginning of the whole; the turn
-is the difference of the two. Only the whole is tokenised, since all its beginnings together grow with the square of the
-turns: a place in the text is found among the tokens by the added token before it, behind which tokens are independent.
-"""
-
-import bisect
 import contextlib
-import functools
 import inspect
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.fields import SAYS, is_empty
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.masks import silenced
-from shardwright.data.samples.template_forms import TemplateForms
-from shardwright.data.samples.template_trial import try_template
-from shardwright.errors import UserError
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
@@ -39,8 +26,6 @@ ROLE_OF = {
 _KEY_OF = {"from": "role", "value": "content"}
 # what a record may not set of the renderer's own arguments
 _OWN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
-SHORT, SHORTS = 64, 1024  # characters of a text whose tokens are kept, and how many are: most ends of beginnings recur
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
 
 
 @dataclass(frozen=True)
@@ -197,165 +182,3 @@ def _check_call(column: str, number: int, call: Any) -> None:
             json.loads(inner["arguments"])
         except ValueError as error:
             raise BadRecord(column, f"the arguments of a tool call of message {number} are no JSON: {error}") from error
-
-
-class Tokens(list[int]):
-    """The tokens of ``text``. ``added``: (place in the text, number) of each added token; tokens part there."""
-
-    def __init__(self, tokens: Sequence[int], text: str, added: Sequence[tuple[int, int]]) -> None:
-        super().__init__(tokens)
-        self.text, self.added = text, added
-
-
-def as_written(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """The tokens of each text, in which the name of a special token is that token."""
-    if not texts:
-        return []
-    added = tokenizer.added_tokens_decoder if tokenizer.is_fast else {}  # others don't tell places
-    # verbose=False: no warning that a text is longer than the model's context
-    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    made = tokenizer(list(texts), return_offsets_mapping=bool(added), **options)
-    numbers = ([n for n, token in enumerate(tokens) if token in added] for tokens in made["input_ids"])
-    places = ([(made["offset_mapping"][i][n][0], n) for n in own] for i, own in enumerate(numbers))
-    return [Tokens(*each) for each in zip(made["input_ids"], texts, places, strict=True)]
-
-
-class Template:
-    """The tokenizer's chat template: renders chats, and finds the turns in their tokens. UserError if there is none.
-
-    Args:
-        stops: tokens that end a generation.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]) -> None:
-        if not tokenizer.chat_template:
-            raise UserError(
-                asked="to train on chats",
-                found=f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template",
-                why="it says how messages become text",
-                instead="the tokenizer of the chat model that this shall be (--tokenizer), whose folder has a "
-                "chat_template",
-            )
-        self.tokenizer, self.stops = tokenizer, stops
-        self.stop_words = tokenizer.convert_ids_to_tokens(sorted(stops))
-        self._short = functools.lru_cache(SHORTS)(self._tokenise)
-        self._forms: dict[bool, TemplateForms] = {}  # a tokenizer may have a template of its own for tools
-
-    def prepared(self, chat: Chat) -> Chat:
-        """The chat in the forms that the template takes."""
-        key = chat.tools is None
-        if key not in self._forms:
-            self._forms[key] = TemplateForms(lambda made: self.whole(replace(chat, messages=made, options={})))
-        return replace(chat, messages=[self._forms[key].message(message) for message in chat.messages])
-
-    def whole(self, chat: Chat) -> str:
-        return self._apply(chat.messages, chat)
-
-    def marked(self, chat: Chat) -> bool:
-        """Whether the template itself marks the assistant's tokens."""
-        try:
-            template = self.tokenizer.get_chat_template(tools=chat.tools)
-        except ValueError as error:  # there are several, and none for such a chat
-            raise BadRecord("messages", f"the tokenizer says: {error}") from error
-        return bool(_MARKS.search(template))
-
-    def marked_spans(self, chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens, and the spans that the template marks.
-
-        A stop token right behind a span is added to it, since some templates mark the words alone.
-        """
-        made: Any = self._apply(chat.messages, chat, return_dict=True, return_assistant_tokens_mask=True, tokenize=True)
-        tokens, mask = made["input_ids"], np.array([0, *made["assistant_masks"], 0])
-        edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2).tolist()
-        return tokens, [(a, b + (b < len(tokens) and tokens[b] in self.stops)) for a, b in edges]
-
-    def asked(self, chat: Chat, turn: int) -> str:
-        """The whole, and the chat before a turn."""
-        return self.whole(chat) + (self.text(chat, turn) if turn else "")
-
-    def text(self, chat: Chat, end: int) -> str:
-        """The first ``end`` messages, rendered as a server does to get the next."""
-        return self._apply(chat.messages[:end], chat, add_generation_prompt=True)
-
-    def texts(self, chat: Chat) -> list[str]:
-        """The whole chat."""
-        return [self.whole(chat)]
-
-    def spans(self, chat: Chat, tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
-        """The turns' spans in the whole. ``tokens``: of :meth:`texts`.
-
-        A turn is rendered, to see where it ends, unless it is not the last, writes out no stop token, and one of the
-        same keys, with as many stop tokens up to the next turn, ended at the first of them.
-
-        Raises BadRecord, with the first difference, if the chat before a turn is rendered differently once it follows.
-        """
-        (whole,) = tokens
-        stops = [n for n, token in enumerate(whole) if token in self.stops]
-        starts, spans, alike = [], [], set()
-        for i in chat.turns:
-            before = self.text(chat, i)
-            start = self._count(whole, before)
-            starts.append(start if start is not None else self._begins(whole, before, f"as far as message {i + 1}"))
-        for i, (start, next_start) in zip(chat.turns, itertools.pairwise([*starts, len(whole)]), strict=True):
-            own = stops[bisect.bisect_left(stops, start) : bisect.bisect_left(stops, next_start)]
-            message = chat.messages[i]
-            kind = (len(own), *sorted(key for key, value in message.items() if value))
-            known = kind in alike and i < chat.turns[-1] and not any(word in str(message) for word in self.stop_words)
-            end = own[0] + 1 if known else self._end(chat, whole, i, own)
-            if own and end == own[0] + 1:
-                alike.add(kind)
-            spans.append((start, end))
-        return spans
-
-    def _end(self, chat: Chat, whole: Tokens, turn: int, stops: Sequence[int]) -> int:
-        """The end of message ``turn`` in the tokens; ``stops`` are the places of those from it up to the next turn."""
-        with_it = self._apply(chat.messages[: turn + 1], chat)
-        end = self._count(whole, with_it)
-        if end is None:
-            # Qwen3's drops the reasoning of all turns but the last: this one ends at its stop token
-            end = stops[0] + 1 if stops else self._begins(whole, with_it, f"up to and with message {turn + 1}")
-        # tokens behind the last stop token are never generated
-        return max((stop + 1 for stop in stops if stop < end), default=end)
-
-    def _count(self, whole: Tokens, beginning: str) -> int | None:
-        """The number of the whole's tokens that are those of ``beginning``; None: there is none."""
-        if not whole.text.startswith(beginning):
-            return None
-        last = bisect.bisect_left(whole.added, (len(beginning), 0)) - 1
-        place, first = whole.added[last] if last >= 0 else (0, 0)
-        tail = self._tokens(beginning[place:])
-        count = first + len(tail)
-        return count if whole[first:count] == tail else None
-
-    def _begins(self, whole: Tokens, beginning: str, what: str) -> int:
-        """The number of tokens of ``beginning``; raises BadRecord if the whole has others."""
-        tokens = self._tokens(beginning)
-        if whole[: len(tokens)] == tokens:
-            return len(tokens)
-        pairs = zip(whole, tokens, strict=False)
-        at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(whole), len(tokens)))
-        first, second = (self.tokenizer.decode(each[max(0, at - 4) : at + 6]) for each in (whole, tokens))
-        raise BadRecord(
-            "messages",
-            f"the chat template renders a chat {what} otherwise than the whole: they part at token {at + 1}, "
-            f"{second!r} where the whole has {first!r}",
-            parts=True,
-        )
-
-    def _tokens(self, text: str) -> list[int]:
-        read = self._short if len(text) <= SHORT else self._tokenise
-        return read(text)
-
-    def _tokenise(self, text: str) -> list[int]:
-        return as_written(self.tokenizer, [text])[0]
-
-    def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
-        try_template(self.tokenizer, messages, chat.tools)
-        try:
-            options = {**chat.options, "tokenize": False, **options}
-            made: Any = self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
-            if isinstance(made, str):
-                made.encode()  # JSON within a string may hold half a character
-            return made
-        except Exception as error:  # of many types: the template raises its own, or misses a value
-            raise BadRecord("messages", f"the chat template says: {type(error).__name__}: {error}") from error

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.samples.samples import Encoder, Group, Sample, joined
+from shardwright.data.samples.tally import BECAUSE, REASONS
 from shardwright.data.samples.unpaired import one_by_one
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
@@ -39,6 +40,7 @@ class SampleOptions:
     groups: int | None = None  # the most records that share a row; None: as many as fit
     segments: tuple[str, ...] = ()  # the places that a record has in a row's segment numbers; empty: its answers'
     taught: int | None = None  # tokens of a teacher to keep at each target, of records that hold them; None: none
+    train_on: str = "all"  # the turns of a chat: of shardwright.arguments.data_options.TRAIN_ON
 
 
 class FittingObserver(Protocol):
@@ -73,7 +75,8 @@ class SamplePacker(AnyPacker):
         super().__init__(tokenizer, sequence_length, isolate, labels=True)
         self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
         parse = options.split_special_tokens is False
-        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops, parse)
+        how = (options.train_on_prompt, options.stops, parse, options.train_on)
+        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, *how)
         if options.taught is not None:
             self.encoder.taught, self.widths = options.taught, {TEACHER: width(options.taught)}
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
@@ -151,6 +154,9 @@ class SamplePacker(AnyPacker):
 
     def _bad(self, number: int, bad: BadRecord) -> None:
         self.tally["bad"] += 1
+        reason = f"{BECAUSE}{bad.column}: {' '.join(bad.found.split())[:200]}"
+        if reason in self.tally or sum(name.startswith(BECAUSE) for name in self.tally) < REASONS:
+            self.tally[reason] += 1
         if self.watch is not None:
             self.watch.bad(self._first + number, bad)
         if self.options.on_bad_row == "error":
@@ -158,7 +164,8 @@ class SamplePacker(AnyPacker):
                 asked=f"samples of {self.encoder.shape.name}",
                 found=f"{self.place_of(self._documents[number])}, column {bad.column}: {bad.found}",
                 why="no sample can be made of it",
-                instead="the data mended, or --on_bad_row skip, which leaves such rows out and counts them",
+                instead=f"{bad.instead}{'; or ' * bool(bad.instead)}the data mended, or --on_bad_row skip, which "
+                "leaves such rows out and counts them",
             )
 
 

@@ -20,8 +20,6 @@ from shardwright.data.samples.chat import (
     ASSISTANT,
     ROLES,
     Chat,
-    Template,
-    as_written,
     chat_of,
     past_turns,
     with_beginning,
@@ -30,11 +28,14 @@ from shardwright.data.samples.chat import (
 )
 from shardwright.data.samples.masks import masked
 from shardwright.data.samples.taught import taught_values
+from shardwright.data.samples.template import Rendering, Template, Turn
+from shardwright.data.samples.tokens import Tokens, as_written
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import BAD, GOOD, KTO, LOST_NULLS, RecordShape
 from shardwright.objectives.sft import MASKS
 
+_SEVERAL = "several turns, of which the chat template writes one otherwise once more follows"
 # prompts of instruction records for tokenizers without a chat template
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 _INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -44,6 +45,7 @@ _INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n
 class Sample:
     """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100: no loss. ``counts`` are for tallies.
 
+    The last label of a turn may be another stop token, the one that the model writes there.
     ``taught``: of each scored token what a teacher said of it, float32 [T, width], as the objective's column has it.
     """
 
@@ -62,7 +64,7 @@ class Sample:
 # a record's sample, or the answers to its prompt, each behind the whole prompt: isolated segments of one row
 Group = tuple[Sample, ...]
 # (a record's texts to tokenise, the function from the list of their Tokens to the samples)
-Draft = tuple[list[str], Callable[[list[Any]], Group]]
+Draft = tuple[list[str], Callable[[list[Tokens]], list[Group]]]
 
 
 def joined(group: Group) -> Sample:
@@ -90,9 +92,11 @@ class Encoder:
         train_on_prompt: bool = False,  # the loss is on every token
         stops: frozenset[int] = frozenset(),  # tokens that end a generation, beside the tokenizer's end-of-text token
         parse: bool = False,  # names of special tokens in plain texts are these tokens
+        train_on: str = "all",  # the turns of a chat: or "last"
     ) -> None:
         self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
-        self.train_on_prompt, self.parse, self.end = train_on_prompt, parse, int(tokenizer.eos_token_id)
+        self.train_on_prompt, self.train_on, self.parse = train_on_prompt, train_on, parse
+        self.end = int(tokenizer.eos_token_id)
         self.stops = (stops & special_ids(tokenizer)) | {self.end}
         self.template = Template(tokenizer, self.stops) if shape.is_chat else None
         self.taught: int | None = None  # a teacher's tokens to keep at each target
@@ -101,10 +105,13 @@ class Encoder:
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
     def __call__(self, documents: Sequence[str]) -> list[tuple[int, Group]]:
-        """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out."""
+        """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out.
+
+        A chat makes several, one after another, if its template writes a turn otherwise once more follows.
+        """
         if self.shape.is_text:
             tokens_of = enumerate(plain_tokens(self.tokenizer, documents, self.tally, self.parse))
-            return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
+            return [(number, group) for number, tokens in tokens_of for group in self._whole([*tokens, self.end])]
         drafts: list[tuple[int, Draft, Counter[str]]] = []
         for number, document in enumerate(documents):
             with self._telling_of_bad(number):
@@ -116,8 +123,9 @@ class Encoder:
         for number, (texts, make), unread in drafts:
             found = [next(tokens) for _ in texts]
             with self._telling_of_bad(number):
-                first, *others = make(found)
+                (first, *others), *more = make(found)
                 groups.append((number, (replace(first, counts={**first.counts, **counted(unread)}), *others)))
+                groups += [(number, group) for group in more]
         for _, group in groups:
             for sample in group:
                 self.tally.update(sample.counts)
@@ -175,22 +183,24 @@ class Encoder:
         place = GOOD if values[label] else BAD
         texts, make = self._single(with_last(values) if "messages" in values else values, unread)
 
-        def made(tokens: list[list[int]]) -> Group:
-            (sample,) = make(tokens)
+        def made(tokens: list[Tokens]) -> list[Group]:
+            (sample,), *others = make(tokens)
+            if others:
+                raise BadRecord(self.shape.required[-1], _SEVERAL, instead="--train_on last")
             counts = {**sample.counts, f"{place} answers": 1}
-            return (replace(sample, counts=counts, place=1 + (GOOD, BAD).index(place)),)
+            return [(replace(sample, counts=counts, place=1 + (GOOD, BAD).index(place)),)]
 
         return texts, made
 
-    def _whole(self, tokens: Sequence[int], first: int = 0, counts: Mapping[str, int] | None = None) -> Group:
+    def _whole(self, tokens: Sequence[int], first: int = 0, counts: Mapping[str, int] | None = None) -> list[Group]:
         """A sample with the loss on the tokens from ``first`` on."""
         made = np.array(tokens, dtype=np.int32)
         labels = made.copy()
         if not self.train_on_prompt:
             labels[:first] = IGNORE
-        return (Sample(made, labels, counts or {}),)
+        return [(Sample(made, labels, counts or {}),)]
 
-    def _given(self, values: Mapping[str, Any]) -> Group:
+    def _given(self, values: Mapping[str, Any]) -> list[Group]:
         """The record's own tokens, and labels if it has them."""
         arrays = []
         for name in ("input_ids", "labels"):
@@ -208,12 +218,13 @@ class Encoder:
         masks = {name: values[name] for name in read if name in values}
         sample = Sample(*masked(masks, tokens, tokens if self.train_on_prompt else labels))
         if self.taught is None:
-            return (sample,)
+            return [(sample,)]
         seen = np.array(masks.get(MASKS[0], [1] * len(tokens)), dtype=bool)
-        return (replace(sample, taught=taught_values(values, seen, sample.labels, self.taught, len(self.tokenizer))),)
+        taught = taught_values(values, seen, sample.labels, self.taught, len(self.tokenizer))
+        return [(replace(sample, taught=taught),)]
 
     def _completion(self, prompt: str, completion: str) -> Draft:
-        def make(tokens: list[list[int]]) -> Group:
+        def make(tokens: list[Tokens]) -> list[Group]:
             asked, whole = tokens
             pairs = zip(asked, whole, strict=False)
             # the first token that differs from the prompt's own, even if it also holds the prompt's last letters
@@ -243,14 +254,18 @@ class Encoder:
             _leave(values, unread, *(["prompt"] if isinstance(values.get("prompt"), str) else []))
             drafts = [self._chat(chat_of(whole, name), unread) for name in names]
 
-        def make(tokens: list[list[int]]) -> Group:
+        def make(tokens: list[Tokens]) -> list[Group]:
             left = iter(tokens)
-            answers = tuple(sample for own, made in drafts for sample in made([next(left) for _ in own]))
+            made = [make([next(left) for _ in own]) for own, make in drafts]
+            for name, found in zip(names, made, strict=True):
+                if len(found) > 1:
+                    raise BadRecord(name, _SEVERAL, instead="--train_on last")
+            answers = tuple(sample for ((sample,),) in made)
             if texts:  # the prompt's last token may merge into one answer only: then all are scored from it on
                 start = min(int(np.argmax(sample.labels != IGNORE)) for sample in answers)
                 for sample in answers:
                     sample.labels[start:] = sample.tokens[start:]
-            return answers
+            return [answers]
 
         return [text for own, _ in drafts for text in own], make
 
@@ -279,35 +294,68 @@ class Encoder:
             # turns of the prompt are not trained on, nor the beginning of an answer that it ends with
             prompt = [template.text(chat, chat.first)] if chat.first else []
 
-            def make(found: list[list[int]]) -> Group:
+            def make_marked(found: list[Tokens]) -> list[Group]:
                 least = len(*found or [[]])
-                return self._turns(chat, tokens, [(max(a, least), b) for a, b in spans if b > least])
+                turns = self._marked(chat, [(max(a, least), b) for a, b in spans if b > least])
+                return [self._turns(chat, Rendering(tokens, turns))]
 
-            return prompt, make
-        texts = template.texts(chat)
-        unread.update(unread_fields(chat, texts[0], template))
-        return texts, lambda found: self._turns(chat, found[0], template.spans(chat, found))
+            return prompt, make_marked
+        whole = template.whole(chat)
 
-    def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Group:
-        """A sample with the loss on the tokens of ``spans``, but for those of silent turns."""
+        def make(found: list[Tokens]) -> list[Group]:
+            loud = self._loud(chat)
+            shared, alone = template.renderings(chat, found[0], chat.turns if self.train_on_prompt else loud)
+            unread.update(unread_fields(chat, whole, template, [each.turns[0].message for each in alone]))
+            hidden = chat.silent.intersection(each.turns[0].message for each in alone)
+            if self.train_on_prompt and hidden:
+                raise BadRecord("messages", f"{template.name} writes a turn of weight 0 otherwise once more follows")
+            if self.train_on_prompt or not alone:
+                return [self._turns(chat, shared)]
+            made = sorted([*alone, *([shared] if shared.turns else [])], key=lambda each: each.turns[0].message)
+            return [self._turns(chat, each, first=each is made[0], alone=each is not shared) for each in made]
+
+        return [whole], make
+
+    def _loud(self, chat: Chat) -> list[int]:
+        """The numbers of the messages to train on."""
+        loud = [i for i in chat.turns if i not in chat.silent]
+        return loud[-1:] if self.train_on == "last" else loud
+
+    def _marked(self, chat: Chat, spans: Sequence[tuple[int, int]]) -> list[Turn]:
+        """The turns to train on, and the silent ones, of those that a template marks."""
         turns = chat.turns
         if chat.silent.intersection(turns) and len(spans) != len(turns):
             found = (
                 f"the chat template marks {len(spans)} spans of {len(turns)} turns: which have weight 0 can't be told"
             )
             raise BadRecord("messages", found)
-        silent = [span for i, span in zip(turns, spans, strict=False) if i in chat.silent]
-        spans = [span for span in spans if span not in silent]
-        counts = Counter(f"unknown role {m['role']!r}" for m in chat.messages if m["role"] not in ROLES)
-        counts["turns"] = len(spans)
-        counts["turns without stop"] = sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
-        counts["silent turns"] = len(silent)
-        (sample,) = group = self._whole(tokens, len(tokens), counts)
-        for a, b in spans:
-            sample.labels[a:b] = sample.tokens[a:b]
-        for a, b in silent:
-            sample.labels[a:b] = IGNORE
-        return group
+        if len(spans) != len(turns):
+            spans = spans[-1:] if self.train_on == "last" else spans
+            return [Turn(-1, a, b) for a, b in spans]
+        kept = {*self._loud(chat), *chat.silent}
+        return [Turn(i, a, b) for i, (a, b) in zip(turns, spans, strict=True) if i in kept]
+
+    def _turns(self, chat: Chat, rendering: Rendering, first: bool = True, alone: bool = False) -> Group:
+        """A sample with the loss on the turns of ``rendering``, but for silent ones.
+
+        ``first``: of the chat's samples, the one that bears its counts. ``alone``: its turn is by itself.
+        """
+        loud = [turn for turn in rendering.turns if turn.message not in chat.silent]
+        counts = Counter[str]()
+        if first:
+            counts.update(f"unknown role {m['role']!r}" for m in chat.messages if m["role"] not in ROLES)
+            counts["silent turns"] = len(chat.silent.intersection(chat.turns))
+            counts["earlier turns"] = len(chat.turns) - counts["silent turns"] - 1 if self.train_on == "last" else 0
+        ((sample,),) = self._whole(rendering.tokens, len(rendering.tokens))
+        for turn in rendering.turns:
+            place = slice(turn.start, turn.end)
+            sample.labels[place] = sample.tokens[place] if turn in loud else IGNORE
+            if turn.stop is not None:
+                sample.labels[turn.end - 1] = turn.stop
+        counts["turns"], counts["merged"] = len(loud), sum(turn.merged for turn in loud)
+        counts["turns alone"] = alone * len(loud)
+        counts["turns without stop"] = sum(self.stops.isdisjoint(sample.labels[t.start : t.end].tolist()) for t in loud)
+        return (replace(sample, counts=counts),)
 
 
 def _leave(values: Mapping[str, Any], unread: Counter[str], *names: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from shardwright.data.records.fields import is_meant, unread_of
 from shardwright.objectives.objective import RecordShape
 
+BECAUSE, REASONS = "bad because ", 8  # in a tally: the reasons why rows are bad, and how many different ones are kept
 _CUT = {
     "truncate_right": "cut at their end",
     "truncate_left": "cut at their beginning",
@@ -31,11 +32,20 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
     left_out = {name: f"{kind} longer than {length} tokens, {words}" for name, words in _CUT.items()}
     left_out |= {"without target": f"{kind} without any scored token, dropped", "bad": "bad rows, left out"}
     lines += [f"{words}: {count[name]}" for name, words in left_out.items() if tally.get(name)]
+    reasons = {name.removeprefix(BECAUSE): n for name, n in tally.items() if name.startswith(BECAUSE)}
+    lines += [f"  of them {n:,}, {reason}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1])]
     lines += unread_notes(tally)
     if tally.get("good answers") or tally.get("bad answers"):
         lines.append(f"good answers: {tally.get('good answers', 0):,}, bad ones: {tally.get('bad answers', 0):,}")
     if tally.get("silent turns"):
         lines.append(f"turns of weight 0, not scored: {count['silent turns']}")
+    if tally.get("earlier turns"):
+        lines.append(f"turns before a chat's last, not trained on (--train_on last): {count['earlier turns']}")
+    if tally.get("turns alone"):
+        lines.append(
+            f"turns in samples of their own, since the chat template writes them otherwise once the chat goes on: "
+            f"{count['turns alone']} of {count['turns']} (--train_on last: the last turn of each chat alone)"
+        )
     if tally.get("merged"):
         lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
     roles = {name.removeprefix("unknown role "): n for name, n in tally.items() if name.startswith("unknown role ")}

@@ -1,21 +1,29 @@
-"""The forms in which a chat template takes contents and the arguments of calls: each asked of it once."""
+"""The forms in which a chat template takes contents, reasoning and the arguments of calls: each asked of it once."""
 
 import functools
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from shardwright.data.records.shapes import BadRecord
 
 Message = dict[str, Any]
-_WORD = "Zwanzig"
+_WORD, _NAME = "Zwanzig", "Dreissig"
 _ASKED, _IN_PARTS = ({"role": "user", "content": content} for content in (_WORD, [{"type": "text", "text": _WORD}]))
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers fills each template's from any
+_OPENED, CLOSED = "<think>", "</think>"
+
+
+class Render(Protocol):
+    """Renders messages, and asks for an answer if ``prompts``; raises BadRecord where the template refuses them."""
+
+    def __call__(self, made: list[Message], prompts: bool = False) -> str: ...
 
 
 class TemplateForms:
-    """The forms that a chat template takes: each is tried with ``render``, which raises BadRecord where it is not."""
+    """The forms that a chat template takes: each is tried with ``render``."""
 
-    def __init__(self, render: Callable[[list[Message]], str]) -> None:
+    def __init__(self, render: Render) -> None:
         self._render = render
 
     @functools.cached_property
@@ -26,24 +34,51 @@ class TemplateForms:
     @functools.cached_property
     def in_json(self) -> bool:
         """Arguments are strings of JSON, and no objects."""
-        asked = _IN_PARTS if self.in_parts else _ASKED
-        return not self._takes(asked, _call({"a": "b"})) and self._takes(asked, _call('{"a": "b"}'))
+        return not self._takes(self._asked, _calling({"a": "b"})) and self._takes(self._asked, _calling('{"a": "b"}'))
+
+    @functools.cached_property
+    def calls(self) -> int:
+        """How many calls of a message are written, of two."""
+        arguments: Any = '{"a": "b"}' if self.in_json else {"a": "b"}
+        for count in (2, 1):
+            try:
+                made = self._render([self._asked, _calling(arguments, count)])
+            except BadRecord:
+                continue
+            return sum(f"{_NAME}{n}" in made for n in range(count))
+        return 0
+
+    @functools.cached_property
+    def reasons_within(self) -> bool:
+        """Reasoning is a part of the content, for which a generation prompt opens it, and no key of its own."""
+        try:
+            opened = self._render([self._asked], prompts=True).rstrip().endswith(_OPENED)
+        except BadRecord:
+            return False
+        said = [{"type": "text", "text": "a"}] if self.in_parts else "a"
+        key = {"role": "assistant", "content": said, _REASONING[0]: _NAME}
+        return opened and not self._takes(self._asked, key, word=_NAME)
+
+    def message(self, message: Message) -> Message:
+        """The message in these forms. One without content has an empty one, which more templates take than none."""
+        content, made = text_of(message), dict(message)
+        keys = [key for key in _REASONING if isinstance(message.get(key), str) and message[key].strip()]
+        if keys and message["role"] == "assistant" and self.reasons_within and CLOSED not in content:
+            content = f"{_OPENED}\n{made.pop(keys[0]).strip()}\n{CLOSED}\n\n{content}"
+        made["content"] = [{"type": "text", "text": content}] if self.in_parts and content else content
+        if message.get("tool_calls"):
+            made["tool_calls"] = [self._called(call) for call in message["tool_calls"]]
+        return made
+
+    @property
+    def _asked(self) -> Message:
+        return _IN_PARTS if self.in_parts else _ASKED
 
     def _takes(self, *messages: Message, word: str = "") -> bool:
         try:
             return word in self._render([*messages])
         except BadRecord:
             return False
-
-    def message(self, message: Message) -> Message:
-        """The message in these forms. One without content has an empty one, which more templates take than none."""
-        content = message.get("content") or ""
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
-        made = {**message, "content": [{"type": "text", "text": content}] if self.in_parts and content else content}
-        if message.get("tool_calls"):
-            made["tool_calls"] = [self._called(call) for call in message["tool_calls"]]
-        return made
 
     def _called(self, call: Any) -> Any:
         """The call. APIs write its arguments as a string of JSON, and most templates take an object."""
@@ -56,7 +91,24 @@ class TemplateForms:
         return {**call, "function": inner} if "function" in call else inner
 
 
-def _call(arguments: Any) -> Message:
-    function = {"name": "f", "arguments": arguments}
-    call = {"id": "call00000", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def text_of(message: Mapping[str, Any]) -> str:
+    """The content as a string: of parts, all that is written."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def marked(value: Any, mark: str) -> Any:
+    """``value`` with ``mark`` for each string that is not empty, but for roles and types."""
+    if isinstance(value, str):
+        return value and mark
+    if isinstance(value, list):
+        return [marked(inner, mark) for inner in value]
+    if isinstance(value, dict):
+        return {key: inner if key in ("type", "role") else marked(inner, mark) for key, inner in value.items()}
+    return value
+
+
+def _calling(arguments: Any, count: int = 1) -> Message:
+    functions = [{"name": f"{_NAME}{n}", "arguments": arguments} for n in range(count)]
+    calls = [{"id": f"call0000{n}", "type": "function", "function": each} for n, each in enumerate(functions)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}

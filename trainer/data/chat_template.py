@@ -1,0 +1,126 @@
+"""`--chat_template`: another template than the tokenizer's own, by name or from a file, kept with the tokenizer."""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardwright.data.samples.template_trial import try_template
+from shardwright.data.tokenizer import trained_tokenizer
+from shardwright.errors import UserError, in_short
+from shardwright.objectives.objective import RecordShape
+
+DEFAULT = "chatml"  # for a tokenizer that is trained on chats
+_SHIPPED = Path(__file__).parent / "chat_templates"
+_ANSWER = "\U000f0000"  # a character for private use, which no template writes
+_WORD = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
+AnyTokenizer = TypeVar("AnyTokenizer", bound=PreTrainedTokenizerBase)
+
+
+def template_names() -> list[str]:
+    return sorted(path.stem for path in _SHIPPED.glob("*.j2"))
+
+
+def template_text(asked: str) -> str:
+    """The template called ``asked``, or in the file of that name; raises UserError if there is none."""
+    path = _SHIPPED / f"{asked}.j2"
+    shipped = asked in template_names()
+    try:
+        return (path if shipped else Path(asked).expanduser()).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            asked=f"--chat_template {asked}",
+            found=in_short(error),
+            why="it says how messages become text",
+            instead=f"a file with a template in Jinja, or a name: {', '.join(template_names())}",
+        ) from error
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a template that tokenizers have as special tokens: <|im_end|>, <|im_start|>."""
+    return sorted({*re.findall(r"<\|\w+\|>", text)})
+
+
+@dataclass(frozen=True)
+class RecordTexts:
+    """Documents to train a tokenizer on: texts, or records, whose tokenizer gets a chat template."""
+
+    shape: RecordShape
+    template: str  # name or file
+    documents: Callable[[], Iterable[str]]
+
+    @property
+    def special_words(self) -> list[str]:
+        """The tokenizer's special tokens beside its end-of-text token."""
+        return [] if self.shape.is_text else words_of(template_text(self.template))
+
+    def tokenizer(self, folder: Path, scratch: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+        """As :func:`trained_tokenizer`."""
+        if self.shape.is_text:
+            return trained_tokenizer(folder, scratch, self.documents, vocab_size)
+        made = trained_tokenizer(folder, scratch, self._texts, vocab_size, self.special_words)
+        return with_chat_template(made, self.template)
+
+    def _texts(self) -> Iterator[str]:
+        return ("\n".join(_strings(json.loads(document))) for document in self.documents())
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def with_chat_template(tokenizer: AnyTokenizer, asked: str) -> AnyTokenizer:
+    """A copy of the tokenizer with the template ``asked``, whose generations end where its turns do.
+
+    The word that ends a turn becomes the end-of-text token. No token is added, as its row of the embedding would be
+    one that nothing has trained: where the vocabulary does not have the word, the end-of-text token stands in its
+    place in the template, and other such words are letters. Raises UserError if the template can't be rendered.
+    """
+    made, text = copy.deepcopy(tokenizer), template_text(asked)
+    begins = made("", verbose=False)["input_ids"][:1] == [made.bos_token_id]
+    made.chat_template = "{{- bos_token -}}\n" * (begins and asked in template_names()) + text
+    end = _ending(made, asked)
+    if end in made.get_added_vocab():
+        made.eos_token = end
+    elif end:
+        made.chat_template = made.chat_template.replace(end, str(made.eos_token))
+    return made
+
+
+def template_note(tokenizer: PreTrainedTokenizerBase, asked: str) -> str:
+    """A line for a person: the template, and the token that ends a turn in it."""
+    letters = [word for word in words_of(str(tokenizer.chat_template)) if word not in tokenizer.get_vocab()]
+    spelt = f"; {', '.join(letters)} in letters, as the vocabulary has no such token" if letters else ""
+    kept = f"chats are written by the template {asked}, kept with the tokenizer"
+    return f"{kept}; turns end with {tokenizer.eos_token}{spelt}"
+
+
+def _ending(tokenizer: PreTrainedTokenizerBase, asked: str) -> str:
+    """The word behind an answer, such as <|im_end|>; empty if there is none."""
+    why: Exception | None = None
+    for content in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try_template(tokenizer, messages)
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # of many types: Jinja's, or the template's own
+            why = why or error
+            continue
+        if text.count(_ANSWER) == 2:
+            found = _WORD.match(text.rpartition(_ANSWER)[2])
+            return found[1] if found else ""
+    raise UserError(
+        asked=f"--chat_template {asked}",
+        found="it leaves out what is said" if why is None else in_short(why),
+        why="a question and its answer can't be written by it",
+        instead=f"a template in Jinja that writes `messages`, or a name: {', '.join(template_names())}",
+    )
