@@ -13,9 +13,11 @@ from shardwright.scripts.measure import trl_parity
 @pytest.mark.parametrize("name", ["sft llama lora packed", "dpo llama full packed", "kto mixtral full packed"])
 def test_every_steps_loss_is_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    monkeypatch.setattr(trl_parity, "STEPS", 8)
+    monkeypatch.setattr(trl_parity, "STEPS", 4)
+    quick = {"per_device_train_batch_size": 1, "compute": "scan=False,remat=none"}
+    monkeypatch.setattr(trl_parity, "OURS", trl_parity.OURS | quick)
     ours, theirs, samples, full = trl_parity.compared(dict(trl_parity.cases())[name], tmp_path)
-    assert len(ours) == len(theirs) == 8
+    assert len(ours) == len(theirs) == 4
     assert trl_parity.worst(ours, theirs) < trl_parity.TOLERANCE
     assert samples > 8, "more samples than rows: they are packed"
     assert full > 0.9

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-import shardwright.data
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.tokenizer import END_OF_TEXT, open_tokenizer
 from shardwright.data.unigram import unigram_loss
@@ -223,15 +222,6 @@ def test_progress_bars_of_datasets_are_left_as_they_were(load: Callable[..., Cor
     with pytest.raises(UserError):
         load(write_jsonl(tmp_path / "one.jsonl", ["a single text"]))
     assert not datasets.are_progress_bars_disabled()
-
-
-def test_no_module_of_data_imports_torch_xla() -> None:
-    folder = Path(shardwright.data.__file__).parent
-    modules = [f"shardwright.data.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
-    script = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; print(sorted(sys.modules))"
-    loaded = run_python(script, USE_TORCH_XLA="0")  # accelerate's own, as scripts that use no device set it
-    assert "'shardwright.data.corpus'" in loaded
-    assert "'torch_xla" not in loaded
 
 
 # ---- tokens and rows ----

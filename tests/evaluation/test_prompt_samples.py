@@ -18,20 +18,13 @@ def runs(tmp_path_factory):
     """`plain`: 4 steps, evaluated at each second one; `sampled`: the same with answers; `rest`: from its step 2 on."""
     root = tmp_path_factory.mktemp("samples")
     write_text(root)
-    (root / "config.json").write_text(json.dumps({**TINY, "attention_dropout": 0.1}))
+    (root / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1, "attention_dropout": 0.1}))
     (root / "prompts.txt").write_text("\n".join(PROMPTS))
     common = [
-        "--recipe",
-        "llama_fsdp",
-        "--model",
-        root / "config.json",
-        "--dataset",
-        root / "text",
-        "--max_eval_rows",
-        8,
+        *("--recipe", "llama_fsdp", "--model", root / "config.json", "--dataset", root / "text", "--max_eval_rows", 8),
+        *("--compute", "scan=False,remat=none", "--sequence_length", 16, "--warmup_steps", 1, "--max_steps", 4),
+        *("--save_steps", 2, "--logging_steps", 1, "--eval_strategy", "steps", "--eval_steps", 2),
     ]
-    common += ["--sequence_length", 16, "--warmup_steps", 1, "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1]
-    common += ["--eval_strategy", "steps", "--eval_steps", 2, "--dataset", root / "text"]
     answers = ["--sample_prompts", root / "prompts.txt", "--sample_tokens", 5]
     with Lives(devices=2) as lives:
         for name, more in {

@@ -21,7 +21,6 @@ COMMON = ["--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--max_eval
 COMMON += ["--compute", "scan=False,remat=none"]  # to trace and compile a scan takes longest: one case has it
 EXPERTS = ["--recipe", "mixtral_ep", "--model", "{home}/experts", "--dataset", "{home}/text"]
 PAIRS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/pairs.jsonl", "--objective", "dpo"]
-CHATS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/short.jsonl", "--packing", "false"]
 TEXT = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/text"]
 BEST = ["--eval_strategy", "steps", "--eval_steps", 2, "--load_best_model_at_end", "true"]
 CASES = {
@@ -35,8 +34,7 @@ CASES = {
         "--base_dtype",
         "int8",
     ],
-    "pairs, against the starting weights": PAIRS,
-    "one sample a row": CHATS,
+    "pairs, against the starting weights, one a row": [*PAIRS, "--packing", "false"],
     "a stream": [*TEXT, "--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20],
     "accumulation, spikes, the best weights and answers to prompts": [
         *(*TEXT, *BEST, "--gradient_accumulation_steps", 2, "--on_spike", "skip"),
@@ -56,9 +54,6 @@ def home(tmp_path_factory) -> Path:
         byte_tokenizer().save_pretrained(made / name)
     pairs = [{"prompt": f"{i}?", "chosen": f"{i * i} it", "rejected": "no " * (i % 5 + 1)} for i in range(300)]
     write_records(made / "pairs.jsonl", pairs)
-    write_records(
-        made / "short.jsonl", [{"prompt": f"{i}?", "completion": f"{i * i}" * (1 + i % 4)} for i in range(400)]
-    )
     write_records(made / "long.jsonl", [{"text": f"{i} plus {i} makes {i + i}. " * 9} for i in range(900)])
     (made / "prompts.txt").write_text("1 plus 1 makes\n2 times")
     return made

@@ -79,8 +79,8 @@ def whole(job, lives) -> Path:
     return output
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_a_job_has_the_losses_and_the_weights_of_one_host_and_each_host_writes_its_part(job, lives, whole, hosts):
+def test_a_job_has_the_losses_and_the_weights_of_one_host_and_each_host_writes_its_part(job, lives, whole):
+    hosts = 2  # of four the bucket's job tells
     for each in (job.home / "programs").iterdir():
         each.unlink()
     output, logs = job.home / f"of-{hosts}", job.home / f"of-{hosts}-logs"
@@ -142,7 +142,7 @@ def test_hosts_that_disagree_are_stopped_with_what_differs(job, lives, other, fo
     assert not (tmp_path / "out").exists()
 
 
-SIGNALS = [(1, signal.SIGTERM, PREEMPTED), (0, signal.SIGTERM, PREEMPTED), (1, signal.SIGINT, INTERRUPTED)]
+SIGNALS = [(1, signal.SIGTERM, PREEMPTED), (0, signal.SIGINT, INTERRUPTED)]
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from tests.support.quick_compile import QUICK_COMPILE
 # (recipe, micro-batches, overrides of Compute); each is one compile in the one child process that runs them all
 CASES: dict[str, tuple[str, int, dict[str, object]]] = {
     "llama_fsdp": ("llama_fsdp", 4, {}),
-    "llama_fsdp, 2 micro-batches": ("llama_fsdp", 2, {}),
-    "llama_fsdp without scan": ("llama_fsdp", 4, {"scan": False}),
+    "llama_fsdp without scan, 2 micro-batches": ("llama_fsdp", 2, {"scan": False}),
     "llama_tp without remat": ("llama_tp", 4, {"remat": "none"}),
     "mixtral_ep, capacity": ("mixtral_ep", 4, {"experts": "capacity"}),
     "mixtral_ep_tp, capacity": ("mixtral_ep_tp", 4, {"experts": "capacity"}),

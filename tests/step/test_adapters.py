@@ -11,7 +11,7 @@ from shardwright.evaluation.reference_rows import without_factors
 from shardwright.layout.placement import Shard
 from shardwright.models.adapters.lora import A0, B0, Lora, adaptable, attach, base_of, own_parameters
 from tests.support.adapters import make_adapted
-from tests.support.cases import make_batch, relative
+from tests.support.cases import PLAIN_LAYERS, make_batch, relative
 from tests.support.jobs import job_of
 
 pytestmark = [
@@ -23,7 +23,11 @@ pytestmark = [
 
 def check_gradients(adapted):
     batch = make_batch(adapted.case.config)
-    (loss, gradients), (expected_loss, expected) = adapted.case.gradients(batch), adapted.reference_gradients(batch)
+    check_equal(adapted.case.gradients(batch), adapted.reference_gradients(batch))
+
+
+def check_equal(found, theirs):
+    (loss, gradients), (expected_loss, expected) = found, theirs
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     worst, name = relative(gradients, expected)
     assert worst < 1e-5, f"{name} is off by {worst}"
@@ -34,8 +38,9 @@ def check_gradients(adapted):
 )
 def test_loss_gradients_and_adamw_steps_equal_pefts(recipe, accumulation, options):
     adapted = make_adapted(recipe, accumulation=accumulation, options=options)
-    check_gradients(adapted)
-    adapted.train_both(4, learning_rate=1e-3)
+    batch = make_batch(adapted.case.config)
+    check_equal(adapted.case.first_step(batch, 1e-3), adapted.clipped_reference_gradients(batch))
+    adapted.train_both(4, learning_rate=1e-3, taken=1)
     after = adapted.case.parameters()
     ours = {name: values for name, values in after.items() if base_of(name) is not None}
     worst, name = relative(ours, adapted.in_our_form({k: p.detach() for k, p in adapted.theirs.items()}))
@@ -45,28 +50,29 @@ def test_loss_gradients_and_adamw_steps_equal_pefts(recipe, accumulation, option
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "compute"),
+    ("recipe", "layers", "options"),
     [
-        ("mixtral_ep_tp", {}, {}),
+        ("mixtral_ep_tp", 1, {}),
         (
             "mixtral_fsdp",
+            2,
             {
                 "lora_target": "q_proj,experts.gate_up_proj,experts.down_proj",
                 "rank_pattern": "layers.1.mlp.experts.down_proj=2",
                 "alpha_pattern": "gate_up_proj=3.5",
             },
-            {"experts": "dropless", "scan": False},
         ),
-        ("gpt_oss_ep", {}, {}),  # weights stored the other way round, and biases
+        ("gpt_oss_ep", 1, {}),  # weights stored the other way round, and biases
     ],
     ids=str,
 )
-def test_dropless_experts_give_pefts_loss_and_gradients(recipe, options, compute):
-    check_gradients(make_adapted(recipe, options=options, **compute))
+def test_dropless_experts_give_pefts_loss_and_gradients(recipe, layers, options):
+    changes = {"num_hidden_layers": layers}
+    check_gradients(make_adapted(recipe, options=options, changes=changes, experts="dropless", **PLAIN_LAYERS))
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "changes"),
+    ("recipe", "options", "changes", "compute"),
     [
         (  # dropout, in layers that differ, and weights that are trained whole
             "llama_tp",
@@ -76,18 +82,25 @@ def test_dropless_experts_give_pefts_loss_and_gradients(recipe, options, compute
                 "modules_to_save": "lm_head,embed_tokens,norm",
             },
             {},
+            PLAIN_LAYERS,
         ),
-        ("llama_fsdp", {"use_dora": True, "lora_dropout": 0.2, "init_lora_weights": "olora", "use_rslora": True}, {}),
+        (
+            "llama_fsdp",
+            {"use_dora": True, "lora_dropout": 0.2, "init_lora_weights": "olora", "use_rslora": True},
+            {},
+            {},
+        ),
         (  # a loop over layers without factors, and before them nothing learns
             "llama_tp",
             {"init_lora_weights": "pissa", "layers_to_transform": "2:4", "exclude_modules": "v_proj"},
             {"num_hidden_layers": 4},
+            {},
         ),
     ],
     ids=["dropout", "dora", "pissa"],
 )
-def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, options, changes):
-    adapted = make_adapted(recipe, options=options, changes=changes)
+def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, options, changes, compute):
+    adapted = make_adapted(recipe, options=options, changes=changes, **compute)
     check_gradients(adapted)
     if adapted.job.lora.start:  # what the factors began as goes into checkpoints, though nothing trains it
         saved = dict(adapted.case.model.named_parameters())

@@ -23,6 +23,7 @@ from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
+from tests.support.lives import write_text
 from tests.support.training import SMALL, train
 
 VALUE = LayerValue("model.layers.*.self_attn.q_proj", "mm", (8, 64), 2, 3 * 2**30, 10**12, kept=True)
@@ -62,8 +63,11 @@ def test_what_is_found_takes_the_place_of_auto(job):
 
 @pytest.mark.slow
 def test_a_run_says_what_auto_is_and_notes_it_in_its_recipe(tmp_path):
+    write_text(tmp_path)
     out = tmp_path / "out"
-    done = train("--recipe", "llama_fsdp", "--compute", "remat=auto", "--output_dir", out, "--max_steps", 2, *SMALL)
+    words = ["--model", tmp_path / "config.json", "--dataset", tmp_path / "text", "--max_eval_rows", 8]
+    words += ["--compute", "remat=auto,scan=False", "--max_steps", 2, "--output_dir", out]
+    done = train("--recipe", "llama_fsdp", *words, *SMALL)
     assert done.returncode == 0, done.stderr
     assert re.search(r"remat:   full \(nobody has asked python \S*scripts/compile.py how much fits", done.stdout)
     assert json.loads((out / "recipe.json").read_text())["compute"]["remat"] == "full"

@@ -121,8 +121,8 @@ def make(family: str, compute: str, accumulation: int) -> tuple[Case, nn.ModuleL
 @pytest.mark.parametrize(
     ("family", "compute", "accumulation"),
     [
-        ("deepseek_v3", "scan=True,remat=none", 1),
-        ("glm4_moe", "scan=False,remat=full", 2),
+        ("deepseek_v3", "scan=True,remat=full", 1),
+        ("glm4_moe", "scan=False,remat=none", 2),
         ("qwen3_next", "scan=False,remat=none", 1),
     ],
 )

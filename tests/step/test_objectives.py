@@ -12,6 +12,7 @@ import pytest
 from shardwright import objectives
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
+from tests.support.lives import TINY
 from tests.support.paths import ROOT
 
 ENTRY = '''
@@ -51,6 +52,7 @@ from transformers import HfArgumentParser
 
 words = ["--recipe", "llama_fsdp", "--objective", "weighted", "--late", "0.5", "--max_steps", "3", "--sequence_length"]
 words += ["32", "--dataset", sys.argv[2], "--output_dir", sys.argv[3], "--logging_steps", "1", "--save_strategy", "no"]
+words += ["--model", sys.argv[4], "--compute", "scan=False,remat=none", "--max_eval_rows", "8"]
 words += ["--gradient_accumulation_steps", "2", "--metric_for_best_model", "plain_loss"]
 (args,) = HfArgumentParser([TrainingArguments]).parse_args_into_dataclasses(words)
 loop = train(args, Console(file=io.StringIO()))
@@ -76,9 +78,10 @@ def test_a_file_dropped_into_the_folder_is_offered_and_trains_through_the_same_c
     folder = tmp_path / "entries"
     folder.mkdir()
     (folder / "weighted.py").write_text(ENTRY)
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1}))
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"{i} and {i} are {2 * i}, as everybody knows." for i in range(3000)))
-    words = [sys.executable, "-W", "ignore", "-c", RUN, folder, text, tmp_path / "out"]
+    words = [sys.executable, "-W", "ignore", "-c", RUN, folder, text, tmp_path / "out", tmp_path / "config.json"]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     graphs, log, unigram = json.loads(done.stdout.splitlines()[-1])

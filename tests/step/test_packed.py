@@ -18,7 +18,7 @@ from shardwright.weights.packed_source import SCALES, VALUES, packed_source
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.step.test_adapters import check_gradients
 from tests.support.adapters import make_adapted
-from tests.support.cases import make_batch, reference_loss, small_config
+from tests.support.cases import PLAIN_LAYERS, make_batch, reference_loss, small_config
 from tests.support.jobs import job_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -34,12 +34,12 @@ WHOLE = slice(None)
         (
             "fp8",
             "gpt_oss_ep",
-            {"num_hidden_layers": 2},
+            {"num_hidden_layers": 1},
             {"scan": False},
         ),  # weights stored the other way round, and biases
-        ("fp8_rows", "mixtral_ep", {}, {"experts": "capacity", "scan": False}),
+        ("fp8_rows", "mixtral_ep", {"num_hidden_layers": 1}, {"experts": "capacity", "scan": False}),
         ("mxfp4", "llama_tp", WIDE, {}),
-        ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 2}, {}),
+        ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 1}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
     ],
     ids=str,
@@ -56,7 +56,8 @@ def test_loss_and_gradients_are_pefts_on_the_rounded_model(base_dtype, recipe, c
 
 
 def test_the_model_is_evaluated_as_it_is_trained():
-    adapted = make_adapted("llama_tp", options={"base_dtype": "mxfp4"}, changes=WIDE)
+    changes = {**WIDE, "num_hidden_layers": 1}
+    adapted = make_adapted("llama_tp", options={"base_dtype": "mxfp4"}, changes=changes, **PLAIN_LAYERS)
     batch = make_batch(adapted.case.config)
     with torch.no_grad():
         expected = reference_loss(adapted.peft, batch, router_loss=False).item()

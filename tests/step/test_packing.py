@@ -15,7 +15,7 @@ from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.sft import SHAPES
 from tests.models.test_families_attention import config_of
-from tests.support.cases import LENGTH, ROWS, Case, make_case, relative
+from tests.support.cases import LENGTH, PLAIN_LAYERS, ROWS, Case, make_case, one_layer, relative
 from tests.support.chats import byte_tokenizer
 
 GIVEN = SHAPES[-1]
@@ -67,7 +67,7 @@ def check(case: Case, columns: Columns) -> None:
         ("llama_fsdp", {}),
         ("mixtral_ep", {"experts": "capacity"}),
         ("mixtral_ep", {}),
-        ("gpt_oss_ep", {}),
+        ("gpt_oss_ep", {}),  # of two layers, for it has two kinds
     ],
     ids=["full attention", "router loss, capacity", "router loss, dropless", "sinks and windows"],
 )
@@ -75,7 +75,8 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_samples_apart(recipe: 
     columns = packed(ROWS, packing=True)
     assert columns["segment_ids"].max() > 2
     assert (columns["segment_ids"] == 0).any()
-    check(make_case(recipe, **compute), columns)
+    config = one_layer(recipe, num_hidden_layers=2 if recipe == "gpt_oss_ep" else 1)
+    check(make_case(recipe, config, **PLAIN_LAYERS, **compute), columns)
 
 
 @pytest.mark.parametrize("case", ["an indexer", "soft caps"])
@@ -84,17 +85,18 @@ def test_attention_of_other_kinds_keeps_samples_apart_too(case: str) -> None:
     config.vocab_size = 256
     model = meta_model(config)
     made = auto_recipe(model, experts_modules(model), None, 8).recipe
-    found = make_case(made, config)
+    found = make_case(made, config, **PLAIN_LAYERS)
     assert found.evaluation.loss.model.config._attn_implementation == name
     check(found, packed(ROWS, packing=True))
 
 
 def test_padded_rows_of_one_sample_each_have_them_too() -> None:
-    check(make_case("mixtral_ep"), packed(ROWS, packing=False))
+    check(make_case("mixtral_ep", one_layer("mixtral_ep"), **PLAIN_LAYERS), packed(ROWS, packing=False))
 
 
 def test_rows_cut_to_what_their_samples_need_have_them_too() -> None:
     """``--packing false``: the batch of short samples is half as long, and its padding is gone."""
     columns = packed(8 * ROWS, packing=False)
     short = np.flatnonzero((columns["segment_ids"] > 0).sum(1) <= LENGTH // 2)[:ROWS]
-    check(make_case("mixtral_ep"), {name: values[short, : LENGTH // 2] for name, values in columns.items()})
+    case = make_case("mixtral_ep", one_layer("mixtral_ep"), **PLAIN_LAYERS)
+    check(case, {name: values[short, : LENGTH // 2] for name, values in columns.items()})

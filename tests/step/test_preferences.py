@@ -13,14 +13,13 @@ from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.evaluation.reference_rows import ReferenceStep
-from shardwright.layout.load_recipe import load_recipe
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives import OBJECTIVES
 from shardwright.objectives.objective import Objective
 from shardwright.objectives.pairs import PAIRS, PairObjective
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
-from tests.support.cases import make_case, relative, small_config
+from tests.support.cases import PLAIN_LAYERS, make_case, one_layer, relative
 from tests.support.chats import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -148,8 +147,8 @@ def test_a_certain_answer_and_rows_without_pairs_give_no_gradient_that_is_not_fi
     [("llama_tp", "dpo", 2), ("mixtral_ep", "orpo", 1)],
 )
 def test_loss_and_every_gradient_are_the_plain_models(recipe: str, objective: str, accumulation: int) -> None:
-    config = small_config(load_recipe(recipe), **WORDS)
-    case = make_case(recipe, config, accumulation=accumulation, more=options_of(objective))
+    config = one_layer(recipe, **WORDS)
+    case = make_case(recipe, config, accumulation=accumulation, more=options_of(objective), **PLAIN_LAYERS)
     columns = packed()
     loss, gradients = case.gradients(batch_of(columns, objective))
     router_loss = recipe.startswith("mixtral") and case.recipe.compute.router_loss
@@ -163,7 +162,8 @@ def test_loss_and_every_gradient_are_the_plain_models(recipe: str, objective: st
 
 @pytest.mark.slow
 def test_an_adapters_gradients_are_pefts_and_its_reference_is_the_model_without_it() -> None:
-    adapted = make_adapted("mixtral_ep", options=options_of("ipo"), changes=WORDS)
+    changes = {**WORDS, "num_hidden_layers": 1}
+    adapted = make_adapted("mixtral_ep", options=options_of("ipo"), changes=changes, **PLAIN_LAYERS)
     columns = packed()
     loss, gradients = adapted.case.gradients(as_batch(columns))
     plain, _ = expected(adapted.peft, columns, "ipo", adapted.case.recipe.compute.router_loss)

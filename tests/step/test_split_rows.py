@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
-from tests.support.cases import LENGTH, SMALL, make_batch, make_case, relative, small_config
+from tests.support.cases import LENGTH, PLAIN_LAYERS, SMALL, make_batch, make_case, one_layer, relative, small_config
 from tests.support.jobs import job_of
 
 
@@ -29,21 +29,25 @@ def check_gradients(case, batch=None, expected=None):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "mesh", "options"),
+    ("recipe", "mesh", "layers", "options"),
     [
-        ("mixtral_ep", "fsdp=2,expert=2,sequence=2", {"experts": "capacity"}),
-        ("mixtral_ep", "fsdp=1,expert=2,sequence=4", {}),
-        ("gpt_oss_ep", "fsdp=1,expert=4,sequence=2", {}),
-        ("llama_cp", "fsdp=2,sequence=4", {"accumulation": 2, "remat": "offload"}),
+        ("mixtral_ep", "fsdp=2,expert=2,sequence=2", 1, {"experts": "capacity"} | PLAIN_LAYERS),
+        ("mixtral_ep", "fsdp=1,expert=2,sequence=4", 1, PLAIN_LAYERS),
+        ("gpt_oss_ep", "fsdp=1,expert=4,sequence=2", 2, PLAIN_LAYERS),  # one of each kind
+        ("llama_cp", "fsdp=2,sequence=4", 2, {"accumulation": 2, "remat": "offload"}),
     ],
     ids=["capacity", "dropless", "windows and sinks", "micro-batches"],
 )
-def test_loss_and_gradients_equal_the_plain_model(recipe, mesh, options):
-    check_gradients(make_case(recipe, mesh=mesh, **options))
+def test_loss_and_gradients_equal_the_plain_model(recipe, mesh, layers, options):
+    check_gradients(make_case(recipe, one_layer(recipe, num_hidden_layers=layers), mesh=mesh, **options))
 
 
-def test_rows_of_a_length_that_pieces_do_not_divide_equal_the_plain_model():
-    case = make_case("llama_cp")
+@pytest.fixture
+def case():
+    return make_case("llama_cp", one_layer("llama_cp"), **PLAIN_LAYERS)
+
+
+def test_rows_of_a_length_that_pieces_do_not_divide_equal_the_plain_model(case):
     batch = {name: t[:, : LENGTH - 3].contiguous() for name, t in make_batch(case.config, rows=rows_of(case)).items()}
     check_gradients(case, batch)
 
@@ -70,8 +74,7 @@ def packed(config, rows):
     }, apart
 
 
-def test_packed_documents_equal_each_in_a_row_of_its_own():
-    case = make_case("llama_cp")
+def test_packed_documents_equal_each_in_a_row_of_its_own(case):
     batch, apart = packed(case.config, rows_of(case))
     tokens = (batch["labels"][:, 1:] != -100).sum()
     case.reference.zero_grad()
@@ -81,8 +84,7 @@ def test_packed_documents_equal_each_in_a_row_of_its_own():
     check_gradients(case, batch, (loss.item(), expected))
 
 
-def test_an_evaluation_measures_tokens_in_a_rows_own_order():
-    case = make_case("llama_cp")
+def test_an_evaluation_measures_tokens_in_a_rows_own_order(case):
     batch = make_batch(case.config, rows=rows_of(case))
     found, ids, _ = case.evaluation.predict([batch])
     in_chunks = case.evaluation([batch])  # without logits

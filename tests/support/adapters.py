@@ -72,13 +72,20 @@ class Adapted:
             total += loss.item() * share
         return total, self.in_our_form({key: p.grad.clone() for key, p in self.theirs.items()})
 
-    def train_both(self, steps: int, learning_rate: float) -> None:
-        """As many AdamW steps of ours as of `torch.optim.AdamW` on PEFT's factors."""
+    def clipped_reference_gradients(self, batch: Tensors) -> tuple[float, Tensors]:
+        """PEFT's loss and gradients as `torch.nn.utils.clip_grad_norm_` leaves them at a limit of 1."""
+        loss, _ = self.reference_gradients(batch)
+        torch.nn.utils.clip_grad_norm_(self.theirs.values(), 1.0)
+        return loss, self.in_our_form({key: p.grad.clone() for key, p in self.theirs.items()})
+
+    def train_both(self, steps: int, learning_rate: float, taken: int = 0) -> None:
+        """As many AdamW steps of ours as of `torch.optim.AdamW` on PEFT's factors; of ours ``taken`` are taken."""
         decay = self.case.step.optimizer.weight_decay
         optimizer = torch.optim.AdamW(self.theirs.values(), lr=learning_rate, weight_decay=decay)
         for i in range(steps):
             batch = make_batch(self.case.config, seed=i)
-            self.case.step(batch, step=i + 1, learning_rate=learning_rate)
+            if i >= taken:
+                self.case.step(batch, step=i + 1, learning_rate=learning_rate)
             optimizer.zero_grad()
             reference_loss(self.peft, batch, router_loss=self.case.recipe.compute.router_loss).backward()
             torch.nn.utils.clip_grad_norm_(self.theirs.values(), 1.0)

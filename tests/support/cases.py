@@ -34,6 +34,8 @@ from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
 ROWS, LENGTH = 16, 16
+# Layers one by one, as torch runs them: most of the time of a test is to trace a scan or a layer that is recomputed.
+PLAIN_LAYERS = {"scan": False, "remat": "none"}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
 RECIPES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("[!_]*.py")))
 # Where layers differ, more of them, for each kind to come twice, though fewer at a time than the models have; and
@@ -102,6 +104,12 @@ def small_config(recipe: Recipe, **changes: Any) -> PretrainedConfig:
     names = ("num_attention_heads", "num_key_value_heads")
     heads = {name: own[name] // 2 for name in names if recipe.mesh.axes.get("tensor", 1) <= 2}
     return AutoConfig.for_model(**{**own, **SMALL, **heads, **pattern, **changes})
+
+
+def one_layer(recipe: Recipe | str, **changes: Any) -> PretrainedConfig:
+    """The small config with one layer, for tests whose subject is no loop over layers."""
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    return small_config(recipe, **{"num_hidden_layers": 1, **changes})
 
 
 def make_case(

@@ -26,9 +26,10 @@ from shardwright.weights.hub_write import export
 from shardwright.weights.weight_sources import part_and_rest, part_of, seeded_init, state_dict_weights
 from shardwright.xla.batch import place_batch
 from shardwright.xla.device_mesh import build_mesh
-from tests.support.cases import LENGTH, ROWS, relative
+from tests.support.cases import LENGTH, PLAIN_LAYERS, ROWS, relative
 from tests.support.hub_models import tensors_in
 from tests.support.jobs import job_of
+from tests.support.lives import write_text
 from tests.support.multimodal import FAMILIES, IMAGE_TOKEN, config_of, plain, save
 
 ANY = {".".join("*" * depth): {} for depth in range(2, 9)}
@@ -36,14 +37,15 @@ COMPUTE = {"llama4": {"experts": "dense"}}
 RECIPE = """
 from shardwright import Compute, Mesh, Recipe
 anything = {".".join("*" * depth): {} for depth in range(2, 9)}
-recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything, compute=Compute(dtype="float32"))
+compute = Compute(dtype="float32", scan=False, remat="none")
+recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything, compute=compute)
 """
 
 
 def recipe_of(family):
     if family == "llava":  # its text part is a llama, under llama's names
-        return load_recipe("llama_fsdp")
-    compute = Compute(dtype="float32", router_loss=False, **{"remat": "full", **COMPUTE.get(family, {})})
+        return load_recipe("llama_fsdp").with_compute("scan=False,remat=none")
+    compute = Compute(dtype="float32", router_loss=False, **PLAIN_LAYERS, **COMPUTE.get(family, {}))
     return Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=ANY, compute=compute, name="any")
 
 
@@ -95,9 +97,11 @@ def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export
 
     save(plain(config_of("llava")), tmp_path / "base")
     (tmp_path / "any.py").write_text(RECIPE)
+    write_text(tmp_path)
     args = TrainingArguments(
         recipe=str(tmp_path / "any.py"),
         model=str(tmp_path / "base"),
+        dataset=str(tmp_path / "text"),
         output_dir=str(tmp_path / "run"),
         sequence_length=16,
         max_steps=1,
