@@ -186,7 +186,7 @@ class Encoder:
         def made(tokens: list[Tokens]) -> list[Group]:
             (sample,), *others = make(tokens)
             if others:
-                raise BadRecord(self.shape.required[-1], _SEVERAL, instead="--train_on last")
+                raise BadRecord(self.shape.required[-2], _SEVERAL, instead="--train_on last")
             counts = {**sample.counts, f"{place} answers": 1}
             return [(replace(sample, counts=counts, place=1 + (GOOD, BAD).index(place)),)]
 
