@@ -124,17 +124,11 @@ def test_what_does_not_go_together_is_refused_with_what_does(given: dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "accumulation", "given"),
-    [("llama_tp", 1, {"loss_type": "aot"}), ("mixtral_ep", 2, MIXTURE)],
-    ids=["sorted over devices", "a mixture in micro-batches"],
-)
-def test_loss_and_every_gradient_of_a_sharded_step_are_trls(
-    recipe: str, accumulation: int, given: dict[str, Any]
-) -> None:
-    config = small_config(load_recipe(recipe), **WORDS)
+def test_loss_and_every_gradient_of_a_sharded_step_are_trls_where_pairs_are_sorted_over_devices() -> None:
+    given = {"loss_type": "aot,bco_pair,sft", "loss_weights": "0.8,0.2,1"}
+    config = small_config(load_recipe("llama_tp"), **WORDS)
     more = {"objective": "dpo", "beta": BETA, "sequence_length": LENGTH, **given}
-    case = make_case(recipe, config, accumulation=accumulation, more=more, router_loss=False)
+    case = make_case("llama_tp", config, more=more)
     loss, gradients = case.gradients(as_batch(columns()))
     alone = apart(without_reference(columns()))
     output = case.reference(**{name: alone[name] for name in ("input_ids", "attention_mask")}, use_cache=False)
