@@ -43,16 +43,6 @@ class RecordShape:
     refused: tuple[str, ...] = ()  # columns that may tell that a record is of another kind
 
     @property
-    def whole_batch(self) -> bool:
-        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
-        return False
-
-    @property
-    def token_terms(self) -> tuple[float, float]:
-        """Label smoothing of the model's own loss while it trains, and the coefficient of a z-loss; 0: none."""
-        return 0.0, 0.0
-
-    @property
     def columns(self) -> tuple[str, ...]:
         return (*self.required, *self.optional, *self.refused)
 
@@ -173,9 +163,12 @@ class Objective:
         return None
 
     @property
-    def whole_batch(self) -> bool:
-        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
-        return False
+    def whole_batch(self) -> str:
+        """The option, as it is written, by which a record's loss depends on the others of its micro-batch; or empty.
+
+        A step must then have but one.
+        """
+        return ""
 
     @property
     def token_terms(self) -> tuple[float, float]:
