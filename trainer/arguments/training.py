@@ -105,10 +105,10 @@ class TrainingArguments(
         self.check_output()
         self._read_length()
         self.goal.check()
-        if self.goal.whole_batch and (count := self.gradient_accumulation_steps) > 1:
+        if (option := self.goal.whole_batch) and (count := self.gradient_accumulation_steps) > 1:
             raise UserError(
-                asked=f"--gradient_accumulation_steps {count} with the objective {self.objective}",
-                found=f"--loss_type {self.loss_type}, a loss of all pairs of a micro-batch together",
+                asked=f"--gradient_accumulation_steps {count} with {option}",
+                found="a loss of all records of a micro-batch together",
                 why="micro-batches of another size would give another loss",
                 instead="--gradient_accumulation_steps 1, and a larger --per_device_train_batch_size or more devices",
             )

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ _SMOOTHING = Number(
     lambda value: 0 <= value < 0.5,
     "it is a share below one half",
 )
-OPTIONS = {
+OPTIONS: Mapping[str, Number | Choice] = {
     "beta": BETA,
     "loss_type": Choice(
         tuple(LOSSES),
@@ -47,7 +47,7 @@ class DPO(PairObjective):
 
     title = "DPO"
     reference = "reference"
-    options: ClassVar = OPTIONS
+    options: ClassVar[Mapping[str, Number | Choice]] = OPTIONS
 
     @property
     def mixture(self) -> tuple[tuple[str, float], ...]:
@@ -60,8 +60,9 @@ class DPO(PairObjective):
         return sum(weight for name, weight in self.mixture if name == SFT)
 
     @property
-    def whole_batch(self) -> bool:
-        return any(found.sorts for name, _ in self.mixture if (found := LOSSES[name]))
+    def whole_batch(self) -> str:
+        sorts = [name for name, _ in self.mixture if (found := LOSSES[name]) and found.sorts]
+        return f"--loss_type {sorts[0]}" if sorts else ""
 
     def chosen_targets(self, batch: Batch) -> Tensor:
         """The answers' targets, for ``sft``."""

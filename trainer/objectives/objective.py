@@ -179,9 +179,12 @@ class Objective:
         return None
 
     @property
-    def whole_batch(self) -> bool:
-        """Whether the loss of a record depends on the others of its micro-batch, so that a step must have but one."""
-        return False
+    def whole_batch(self) -> str:
+        """The option, as it is written, by which a record's loss depends on the others of its micro-batch; or empty.
+
+        A step must then have but one.
+        """
+        return ""
 
     @property
     def token_terms(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from shardwright.objectives.objective import MEDIA, Batch, Number, Objective, RecordShape, Tensor
+from shardwright.objectives.objective import MEDIA, Batch, Choice, Number, Objective, RecordShape, Tensor
 
 _TOKENS_A_PAIR, _MOST_PAIRS = 16, 64
 PAIRS = RecordShape(
@@ -74,7 +74,7 @@ class PairObjective(Objective):
 
     learns = "which of two answers is preferred"
     shapes = (PAIRS,)
-    options: ClassVar = {"beta": BETA}
+    options: ClassVar[Mapping[str, Number | Choice]] = {"beta": BETA}
     parts = ("pair_loss", "chosen_loss")
     logged = (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
