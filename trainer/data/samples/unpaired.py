@@ -44,7 +44,5 @@ def _mismatched(samples: Sequence[Sample], place: int) -> Iterator[Sample]:
     shift = min(shifts, key=lambda n: int((prompts == np.roll(prompts, n)).sum()), default=0)
     for i, (own, start) in enumerate(zip(samples, starts, strict=True)):
         other, first = samples[i - shift], starts[i - shift]
-        tokens, labels = ((own.tokens, other.tokens), (own.labels, other.labels))
-        yield Sample(
-            *(np.concatenate([asked[:start], answer[first:]]) for asked, answer in (tokens, labels)), place=place
-        )
+        tokens = np.concatenate([own.tokens[:start], other.tokens[first:]])
+        yield Sample(tokens, np.concatenate([own.labels[:start], other.labels[first:]]), place=place)
