@@ -146,7 +146,7 @@ def test_a_person_opens_the_page_hovers_and_reads_the_values_of_the_log(run: Run
     flops = speed / job.tokens * job.facts.training_flops(job.rows, job.args.sequence_length)
     mfu = re.search(r"MFU: (\S+)", hovered(browser, "MFU", step=6))
     assert float(mfu[1]) == pytest.approx(flops / (8 * 197e12), rel=1e-4)
-    for title in ("Held-out token accuracy", "Gradient norm", "Tokens a second", "Compiles", "Entropy of the load"):
+    for title in ("Held-out accuracy", "Gradient norm", "Tokens a second", "Compiles", "Entropy of the load"):
         assert hovered(browser, title, step=6).startswith("step 6\n")
     browser.hover(1, 1)
     boxes = "[...document.querySelectorAll('figure.chart output')]"

@@ -12,6 +12,7 @@ from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.classifier import reward_config
+from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.reward import Reward
 from tests.step.test_packing import apart
 from tests.step.test_preferences import LENGTH, REFERENCE, WORDS, packed
@@ -88,7 +89,7 @@ def test_what_is_logged_is_trls_whichever_token_ends_a_text(padding: int) -> Non
 
 def test_rows_without_pairs_give_no_value_that_is_not_finite() -> None:
     batch, ours = as_batch(pairs()), Reward({"center_rewards_coefficient": COEFFICIENT}, LENGTH)
-    batch["segment_ids"][:] = 0
+    batch["segment_ids"][:8], batch["labels"][8:] = 0, IGNORE  # as rows that fill a batch
     scores = torch.randn((*batch["input_ids"].shape, 1), requires_grad=True)
     values = ours.loss(scores, batch, ours.counts(batch).clamp(min=1))
     assert all(value.item() == 0 for value in values.values())

@@ -4,14 +4,17 @@ The decoder is the causal model's, and in place of its head lies ``score``, a li
 """
 
 import copy
+import re
+from pathlib import Path
 
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# semi-private: transformers/modeling_layers.py and transformers/models/auto/modeling_auto.py, transformers 5.23
+# semi-private: transformers/modeling_layers.py, models/auto/modeling_auto.py and configuration_auto.py, 5.23
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from shardwright.errors import UserError
 from shardwright.model.meta_model import is_multimodal, scores_texts
@@ -51,12 +54,16 @@ def _class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel] | None:
 
 
 def _families() -> list[str]:
-    """The types of models of text that a reward model can be made of; loads their modules, which takes seconds."""
-    names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    both = [name for name in names if name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    kinds = {name: transformers.CONFIG_MAPPING[name] for name in both}
-    texts = {n: k for n, k in kinds.items() if k not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
-    return sorted(name for name, kind in texts.items() if issubclass(_class_of(kind) or object, _GENERIC))
+    """The types of models of text that a reward model can be made of, read off transformers' source: none is loaded."""
+    known, folder = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, Path(transformers.__file__).parent / "models"
+    seeing, found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, []
+    for name, own in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.items():
+        module = model_type_to_module_name(name)
+        file = folder / module / f"modeling_{module}.py"
+        text = file.read_text(encoding="utf-8") if name in known and name not in seeing and file.is_file() else ""
+        if re.search(rf"^class {own}\(.*{_GENERIC.__name__}", text, re.MULTILINE):
+            found.append(name)
+    return sorted(found)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

@@ -37,9 +37,17 @@ class Reward(PairObjective):
 
     def counts(self, batch: Batch) -> Tensor:
         """The pairs; float [1]."""
-        segments = batch["segment_ids"]
-        # 2P segments a row, and a pair's second one is there where its first is
-        return (segments.amax(-1) // 2).sum().float().unsqueeze(0)
+        return self._real(batch).sum().float().unsqueeze(0)
+
+    def _real(self, batch: Batch) -> Tensor:
+        """Whether a row has so many pairs, and is no filling of a batch, where no target is scored. [..., P]"""
+        import torch
+
+        from shardwright.models.ops.labels import IGNORE, segment_sums, targets
+
+        scored = (targets(batch["labels"]) != IGNORE).to(torch.float32)
+        lengths = segment_sums(scored, batch["segment_ids"], 2 * self.groups)
+        return (lengths[..., 0::2] > 0) & (lengths[..., 1::2] > 0)
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
         """The loss and what is logged of scores [B, S, 1] of every token."""
@@ -47,12 +55,10 @@ class Reward(PairObjective):
 
         from shardwright.models.ops.labels import segment_ends
 
-        segments = batch["segment_ids"]
         # float32, as the reward of bfloat16 scores would be the same for most pairs
         rewards = segment_ends(logits.to(torch.float32), batch, 2 * self.groups, self.padding)
         chosen, rejected = rewards[..., 0::2], rewards[..., 1::2]
-        pairs = torch.arange(1, self.groups + 1, device=segments.device)
-        real = 2 * pairs <= segments.amax(-1, keepdim=True)
+        real = self._real(batch)
         losses = -log_sigmoid(chosen - rejected)
         losses = losses + self.numbers["center_rewards_coefficient"] * (chosen + rejected).square()
 

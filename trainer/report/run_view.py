@@ -94,7 +94,7 @@ def _latest(view: RunView) -> Iterator[tuple[str, str]]:
         "loss": ("training loss", "{:.4f} nats a token"),
         "eval_loss": ("held-out loss", "{:.4f} nats a token"),
         "eval_perplexity": ("held-out perplexity", "{:.4g}"),
-        "eval_accuracy": ("held-out token accuracy", "{:.2%}"),
+        "eval_accuracy": ("held-out accuracy", "{:.2%}"),
         "tokens_per_second": ("speed", "{:,.0f} tokens/s"),
         "mfu": ("MFU", "{:.1%}"),
         "saved_step": ("last checkpoint", "checkpoint-{:.0f}"),
@@ -110,7 +110,7 @@ def _latest(view: RunView) -> Iterator[tuple[str, str]]:
 
 def _charts(view: RunView) -> Iterator[str]:
     yield html_chart(LOSS, loss_lines(view.log, view.unigram))
-    for title, keys, floor in (("Held-out token accuracy", heldout_keys(view.log, "accuracy"), None), *_CHARTS):
+    for title, keys, floor in (("Held-out accuracy", heldout_keys(view.log, "accuracy"), None), *_CHARTS):
         yield html_chart(title, {name: points_of(view.log, key) for key, name in keys.items()}, floor)
 
 

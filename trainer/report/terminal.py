@@ -19,7 +19,7 @@ _FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "held-out loss {:.4f}",
     "eval_perplexity": "perplexity {:.4g}",
-    "eval_accuracy": "token accuracy {:.2%}",
+    "eval_accuracy": "accuracy {:.2%}",
     "rewards/margins": "margin {:.4f}",
     "rewards/accuracies": "chosen preferred {:.1%}",
     "eval_rewards/margins": "margin {:.4f}",
