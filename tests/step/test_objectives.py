@@ -61,12 +61,12 @@ print(json.dumps([graphs_of(loop.job), loop.state.log_history, loop.watch.unigra
 def test_what_objective_offers_is_what_lies_in_the_folder() -> None:
     files = {path.stem for path in (ROOT / "trainer" / "objectives").glob("*.py")}
     assert files - {"__init__", "objective", "pairs"} == set(objectives.OBJECTIVES)
-    with pytest.raises(UserError, match="one of dpo, ipo, orpo, sft, simpo"):
+    with pytest.raises(UserError, match="one of distill, dpo, ipo, orpo, sft, simpo"):
         TrainingArguments("any", objective="rlhf")
 
 
 def test_choices_and_help_of_objectives_import_no_torch() -> None:
-    code = "import sys, shardwright.objectives as o; assert len(o.OBJECTIVES) == 5; print('torch' in sys.modules)"
+    code = "import sys, shardwright.objectives as o; assert len(o.OBJECTIVES) > 5; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
