@@ -74,12 +74,13 @@ class TaughtRows(StoredRows):
         return self.plain.fingerprint
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return int(self.starts[-1]), self.wide
+    def targets(self) -> int:
+        """Scored targets of all rows."""
+        return int(self.starts[-1])
 
     @property
     def bytes(self) -> int:
-        return 4 * self.shape[0] * self.wide
+        return 4 * self.targets * self.wide
 
     def read(self, numbers: np.ndarray) -> Columns:
         assert self.values is not None, "what the teacher says is not known yet"
@@ -125,11 +126,13 @@ class Taught:
 
         Raises UserError if there is no room for them on the disk, or the teacher's weights are refused.
         """
-        missing = {name: rows for name, rows in self.splits.items() if not self._kept(rows)}
-        targets, total = sum(r.shape[0] for r in self.splits.values()), sum(r.bytes for r in self.splits.values())
-        top, done = int(self.teacher.args.goal.numbers["teacher_top_k"]), "" if missing else "read from "
-        name = self.teacher.args.model
-        say(console, f"teacher: {name}, its {top} likeliest of {self.words:,} tokens at {targets:,} scored targets")
+        # of equal rows, as where the only text there is is evaluated too, one
+        splits = {self.folder(rows): (name, rows) for name, rows in self.splits.items()}
+        missing = {name: rows for name, rows in splits.values() if not self._kept(rows)}
+        targets, total = (sum(getattr(rows, count) for _, rows in splits.values()) for count in ("targets", "bytes"))
+        args, done = self.teacher.args, "" if missing else "read from "
+        top = f"its {args.goal.numbers['teacher_top_k']:.0f} likeliest of {self.words:,} tokens"
+        say(console, f"teacher: {args.model}, {top} at {targets:,} scored targets")
         say(console, f"         {size(total)} on disk, {done}{self.root}")
         if missing:
             hosts().together(lambda: self._reserve(missing.values()))
@@ -200,7 +203,7 @@ class Taught:
 
 
 def _mapped(file: Path, rows: TaughtRows, mode: Literal["r", "r+"]) -> np.memmap:
-    return np.memmap(file, "<f4", mode, shape=rows.shape)
+    return np.memmap(file, "<f4", mode, shape=(rows.targets, rows.wide))
 
 
 def _done(part: Path) -> int:
