@@ -21,7 +21,7 @@ PACKAGES = [
     for package, folder in FOLDERS.items()
     for path in sorted((ROOT / folder).rglob("__init__.py"))
 ]
-COMMANDS = ["train", "plan", "data", "compile", "export", "evaluate", "launch"]
+COMMANDS = ["train", "plan", "port", "data", "compile", "export", "evaluate", "launch"]
 # runs a command, and says on a line of its own which heavy modules it left behind
 COMMAND = f"""
 import runpy, sys

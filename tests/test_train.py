@@ -58,7 +58,15 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
 @pytest.mark.slow
 def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
     output, done = run
-    written = {"trainer_state.json", "recipe.json", "training_args.json", "plan.json", "loss_curve.svg", "model"}
+    written = {
+        "run.yaml",
+        "trainer_state.json",
+        "recipe.json",
+        "training_args.json",
+        "plan.json",
+        "loss_curve.svg",
+        "model",
+    }
     assert written | {"expert_load.json", "expert_load.svg"} <= {path.name for path in output.iterdir()}
     assert json.loads((output / "recipe.json").read_text())["mesh"]["axes"] == {"fsdp": -1, "expert": 4}
     assert json.loads((output / "training_args.json").read_text())["max_steps"] == 10
