@@ -30,14 +30,8 @@ SOURCES = [path for folder in ("trainer", "scripts", "tests") for path in (ROOT 
 # options of other programs in our commands, and one that is misspelt on purpose
 FOREIGN = {"no_deps", "restart_on_exit_codes", "tag", "worker", "xla_backend_optimization_level", "learning_rat"}
 # options that come with the objectives and templates that have them; docs/flags.md names them already
-FOREIGN |= {
-    "chat_template",
-    "desirable_weight",
-    "label_smoothing",
-    "neftune_noise_alpha",
-    "teacher",
-    "undesirable_weight",
-}
+FOREIGN |= {"chat_template", "desirable_weight", "undesirable_weight", "label_smoothing", "neftune_noise_alpha"}
+FOREIGN |= {"teacher"}
 # the published model that each recipe's docstring names → its config
 NAMED = {
     "DeepSeek-V3": "deepseek_v3",

@@ -111,7 +111,7 @@ def test_the_page_of_the_table_is_up_to_date() -> None:
         (["--report_to", "wandb", "tensorboard"], {"report_to": "wandb,tensorboard"}),
         (["--optim", "adamw_torch_fused", "--evaluation_strategy=epoch"], {"optim": "adamw", "eval_strategy": "epoch"}),
         (["--warmup_ratio", "0.1", "--max_steps", "50"], {"warmup_steps": 5}),
-        (["--gradient_checkpointing", "--ddp_timeout", "9", "--fp16", "false"], {"bf16": None}),
+        (["--gradient_checkpointing", "--deepspeed", "ds.json", "--fp16", "false"], {"bf16": None}),
         (["--no_dataloader_pin_memory", "--push_to_hub=False"], {}),
         (["--completion_only_loss", "false", "--truncation_mode", "keep_end"], {"train_on_prompt": True}),
     ],
