@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions, load_corpus
 from tests.support.fork_server import Forked
 from tests.support.lives import TINY
@@ -58,10 +60,14 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
 @pytest.mark.slow
 def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
     output, done = run
-    written = {"trainer_state.json", "recipe.json", "training_args.json", "plan.json", "loss_curve.svg", "model"}
+    written = {"run.yaml", "trainer_state.json", "recipe.json", "training_args.json", "plan.json"}
+    written |= {"loss_curve.svg", "model"}
     assert written | {"expert_load.json", "expert_load.svg"} <= {path.name for path in output.iterdir()}
     assert json.loads((output / "recipe.json").read_text())["mesh"]["axes"] == {"fsdp": -1, "expert": 4}
-    assert json.loads((output / "training_args.json").read_text())["max_steps"] == 10
+    arguments = json.loads((output / "training_args.json").read_text())
+    assert arguments["max_steps"] == 10
+    (again,) = parse([TrainingArguments], ["--config", str(output / "run.yaml")], None)
+    assert again.as_dict() == arguments
     for name in ("loss_curve.svg", "expert_load.svg"):
         assert (output / name).read_bytes().startswith(b"<svg")
     assert "busiest expert" in done.stdout

@@ -3,8 +3,6 @@
 python scripts/measure/flags_page.py > docs/flags.md
 """
 
-import sys
-
 from shardwright.arguments.command_line import Parser
 from shardwright.arguments.known_flags.page import counts, page
 
@@ -20,4 +18,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -52,8 +52,8 @@ class Parser(argparse.ArgumentParser):
         """Ends the command with a line for each argument that is refused."""
         lines = refusal(refused, self._known)
         if len(refused) > 1:
-            text = "\n  ".join([f"{len(refused)} options that this command can't take:", *lines])
-            text += "\n--help lists those that it can"
+            each = "".join(f"\n  {line.rstrip(';')}" for line in lines)
+            text = f"{len(refused)} options that this command can't take:{each}\n--help lists those that it can"
         else:
             text = lines[0] + (" --help lists them" if refused[0].kind == NO_OPTION else "")
         self.exit(2, f"{self.prog}: error: {text}\n")

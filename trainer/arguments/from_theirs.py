@@ -1,5 +1,6 @@
 """TrainingArguments in place of an object of transformers' or trl's arguments."""
 
+import warnings
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ def arguments_like(args: Any, **more: Any) -> TrainingArguments:
 def _plain(args: Any) -> dict[str, Any]:
     """The values of an object of the same class to which nothing but ``output_dir`` is given."""
     try:
-        made = type(args)(output_dir=args.output_dir)
+        with warnings.catch_warnings(action="ignore"):  # the caller has heard them
+            made = type(args)(output_dir=args.output_dir)
     except Exception:  # a subclass of the caller's, that needs more: then its fields' defaults
         defaults = {each.name: each.default for each in fields(args) if each.default is not MISSING}
         return {"output_dir": None, **defaults}

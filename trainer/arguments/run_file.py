@@ -38,7 +38,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts in quotes that YAML 1.1 or 1.2 would read as something else."""
+    """Writes texts in quotes that YAML 1.1 or 1.2 would read as something else, and escapes what can't be seen."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
 
 
 for _tag, _form, _first in (
@@ -61,10 +69,10 @@ def read_options(path: str) -> dict[str, Any]:
         found = json.loads(text) if path.endswith(".json") else yaml.load(text, _Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _refused(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise _refused(
-            path, f"a {type(found).__name__}" if not isinstance(found, Mapping) else "a name that is no text"
-        )
+    if not isinstance(found, Mapping):
+        raise _refused(path, f"a {type(found).__name__}")
+    if other := [name for name in found if not isinstance(name, str)]:
+        raise _refused(path, f"{other[0]!r}, a name that is no text")
     return {name.lstrip("-").replace("-", "_"): value for name, value in found.items() if value is not None}
 
 
@@ -107,8 +115,13 @@ def with_files(words: Sequence[str]) -> list[str]:
             rest.append(each)
             continue
         path = path if equals else next(left, "")
-        made += [f"--{key}={text_of(key, value)}" for key, value in read_options(path).items()]
+        made += words_of(read_options(path))
     return [*made, *rest]
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command line."""
+    return [f"--{name}={text_of(name, value)}" for name, value in options.items()]
 
 
 def run_file(arguments: Any) -> str:

@@ -53,7 +53,7 @@ def refuse(found: Translation, asked: str) -> None:
     """Raises UserError for all arguments of a translation that are refused, unless there are none."""
     if not found.refused:
         return
-    lines = refusal(found.refused, found.known)
+    lines = [line.rstrip(";") for line in refusal(found.refused, found.known)]
     names = ", ".join(f"{each.name}={word(each.value):.80}" for each in found.refused)
     raise UserError(
         asked=f"{asked}({names})",

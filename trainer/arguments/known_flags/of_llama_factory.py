@@ -127,7 +127,7 @@ ARGUMENTS: dict[str, Entry] = {
         "--lora_r 8, or no such option",
         at={
             "full": DEFAULT,
-            "lora": fills("LoRA with LLaMA-Factory's rank 8 where none is said", lora_r=8),
+            "lora": fills("LoRA with LLaMA-Factory's own rank", lora_r=8),
             "freeze": NO_FREEZE,
         },
     ),

@@ -192,8 +192,7 @@ MODEL: dict[str, Entry] = {
         },
     ),
     "use_peft": fills(
-        "LoRA with trl's rank 16, alpha 32 and dropout 0.05 where nothing else is said; all linear layers "
-        "where no target is named",
+        "LoRA with trl's rank, alpha and dropout; all linear layers where no target is named",
         at={"false": NOTHING},
         lora_r=16,
         lora_alpha=32,

@@ -59,6 +59,7 @@ def _said(entry: Entry) -> str:
         return f"not needed: {entry.why}" if entry.why else ""
     if entry.kind == MISSING:
         return f"not to be had: {entry.why}; instead: {entry.instead}"
-    options = [f"`--{name} {word(value)}`" for name, value in {**entry.options, **entry.fill}.items()]
+    options = [f"`--{name} {word(value)}`" for name, value in entry.options.items()]
+    options += [f"`--{name} {word(value)}` where nothing else says it" for name, value in entry.fill.items()]
     first = [f"behind `--{entry.name}`" if entry.suffix else f"`--{entry.name}`"] if entry.name else []
     return ", ".join([*first, *options, *([entry.why] if entry.why else [])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.arguments.known_flags.entry import MISSING, NOTHING, OURS, UNNEEDED, Entry, word
@@ -22,6 +22,7 @@ class Outcome:
     kind: str
     said: str
     options: dict[str, Any] = field(default_factory=dict)
+    fill: dict[str, Any] = field(default_factory=dict)  # options that hold where nothing else sets them
     nearest: dict[str, Any] = field(default_factory=dict)  # of one that is not to be had
 
 
@@ -65,8 +66,10 @@ def translated(
     found, suffixes = Translation(known=frozenset(known)), []
     for name, value in pairs:
         entry = own(name) if name in known and look is find else look(name)
-        if entry is None and name in known:
+        if name in known and (entry is None or value is None):
             entry = Entry(OURS, name)
+        elif name in known and entry is not None and isinstance(value, str):
+            entry = replace(entry, read=None)  # it is written as ours is
         if entry is None and name.startswith("no_"):
             entry, value = look(name[3:]), False
         if entry is not None and name not in known and (value is None or value == ""):
@@ -77,8 +80,7 @@ def translated(
             suffixes.append((at.name, at.suffix + word(value)))
         given = outcome.options | (outcome.nearest if near else {})
         found.options |= given
-        if at is not None and outcome.kind == OURS:
-            found.fill |= at.fill
+        found.fill |= outcome.fill
     for name, text in suffixes:
         if name in found.options:
             found.options[name] = f"{word(found.options[name])}{text}"
@@ -106,4 +108,4 @@ def _outcome(name: str, value: Any, entry: Entry | None, known: Collection[str])
         return Outcome(name, value, MISSING, f"{word(value)!r:.80}: {error}"), None
     if at.suffix:
         return Outcome(name, value, OURS, f"behind --{at.name}"), at
-    return Outcome(name, value, OURS, at.why, options=options), at
+    return Outcome(name, value, OURS, at.why, options=options, fill=dict(at.fill)), at

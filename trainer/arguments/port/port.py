@@ -133,7 +133,8 @@ def _became(each: Outcome) -> str:
         return f"not to be had, {each.said}{near}"
     if each.kind == NO_OPTION:
         return f"unknown{': ' + each.said if each.said else ''}"
-    return ", ".join(part for part in (shown(each.options), each.said) if part)
+    fill = f"{shown(each.fill)} where nothing else is said" if each.fill else ""
+    return ", ".join(part for part in (shown(each.options), fill, each.said) if part)
 
 
 def _processes(launcher: list[str]) -> int | None:

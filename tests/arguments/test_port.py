@@ -1,0 +1,108 @@
+"""Published commands and YAML files of the kind that people share, in our options, each argument accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.arguments.command_line import parse
+from shardwright.arguments.known_flags.entry import MISSING
+from shardwright.arguments.known_flags.translate import NO_OPTION
+from shardwright.arguments.port.port import Port, ported
+from shardwright.arguments.port.published import read_published
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from tests.support.fork_server import run
+from tests.support.paths import ROOT
+from tests.support.training import environment
+
+FOLDER = ROOT / "tests/arguments/published"
+ALPACA = {"model": "meta-llama/Llama-2-7b-hf", "dataset": "./alpaca_data.json", "warmup_steps": 0.03, "bf16": True}
+QLORA = {"lora_r": 32, "lora_alpha": 16.0, "base_dtype": "nf4", "lora_target": "all-linear", "eval_strategy": "epoch"}
+CHATS = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "optimizer_dtype": "bfloat16"}
+LORA = {"lora_r": 32, "lora_target": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.05}
+# file → arguments, those that are not carried (here or to come), some of the options
+CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
+    "alpaca_full.sh": (20, set(), ALPACA),
+    "trl_sft.sh": (9, {"push_to_hub"}, {"sequence_length": 2048, "packing": True, "learning_rate": 2e-5}),
+    "trl_sft_lora.sh": (17, {"eos_token"}, LORA),
+    "trl_dpo.sh": (17, set(), {"objective": "dpo", "beta": 0.05, "max_steps": 1000, "optim": "adamw"}),
+    "zephyr_sft.sh": (
+        38,
+        {"dataset_splits", "push_to_hub", "chat_template"},
+        {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k", "packing": False, "report_to": "tensorboard"},
+    ),
+    "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
+    "axolotl_qlora.yml": (35, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
+    "axolotl_full.sh": (
+        30,
+        {"optimizer", "neftune_noise_alpha"},
+        {**CHATS, "run_name": "first"},
+    ),
+    "llamafactory_lora_sft.yaml": (28, set(), {"lora_r": 8, "lora_target": "all-linear", "packing": False}),
+    "llamafactory_dpo.sh": (26, set(), {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16}),
+    "run_clm.sh": (20, {"fp16"}, {"dataset": "wikitext:wikitext-103-raw-v1", "bf16": True, "warmup_steps": 500}),
+}  # fmt: skip
+TO_COME = {"chat_template", "neftune_noise_alpha"}  # known to the table; options of a later version
+
+
+def port_of(name: str) -> Port:
+    return ported(read_published(str(FOLDER / name)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_argument_is_carried_or_named_and_the_options_parse(name: str, tmp_path: Path) -> None:
+    count, lost, options = CASES[name]
+    found = port_of(name)
+    assert len(found.outcomes) == count
+    named = {each.name for each in found.outcomes if each.kind in (MISSING, NO_OPTION)}
+    assert lost - TO_COME <= named <= lost
+    assert {key: found.options[key] for key in options} == options
+    assert all(became for _, _, became in found.rows)
+    (tmp_path / "run.yaml").write_text(found.text)
+    (by_file,) = parse([TrainingArguments], ["--config", str(tmp_path / "run.yaml")], None)
+    (by_words,) = parse([TrainingArguments], found.words, None)
+    assert by_file == by_words == TrainingArguments(**found.options)
+
+
+def test_what_is_said_of_an_adapter_counts_only_where_one_is_trained(tmp_path: Path) -> None:
+    for text, adapted in (("trl sft --lora_r 8 --load_in_4bit", False), ("trl sft --lora_r 8 --use_peft", True)):
+        (tmp_path / "train.sh").write_text(text)
+        assert ("lora_r" in ported(read_published(str(tmp_path / "train.sh"))).options) == adapted
+    (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
+    assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
+
+
+def test_the_global_batch_there_is_said_where_the_launcher_names_its_processes() -> None:
+    assert "2 × 8 processes × 8 = 128 rows" in port_of("trl_dpo.sh").batch
+    assert port_of("trl_sft.sh").batch == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("train.sh", "pip install trl\necho done\n", "2 commands, none of which starts a training"),
+        ("train.sh", "trl sft --config absent.yaml\n", "absent.yaml"),
+        ("train.yaml", "- a\n- b\n", "a list"),
+        ("train.yaml", "a: [\n", "ParserError"),
+    ],
+)
+def test_what_is_no_training_is_refused(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=words):
+        ported(read_published(str(tmp_path / name)))
+
+
+def test_the_command_prints_what_became_of_each_and_writes_a_file_that_train_takes(tmp_path: Path) -> None:
+    script, out = ROOT / "scripts/port.py", tmp_path / "run.yaml"
+    done = run(script, str(FOLDER / "zephyr_dpo_qlora.yaml"), "--write", str(out), env=environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "33 of 33 arguments carried over" in done.stdout
+    assert f"--config {out}" in done.stdout
+    (args,) = parse([TrainingArguments], ["--config", str(out)], None)
+    assert (args.objective, args.beta) == ("dpo", 0.01)
+    again = run(script, str(FOLDER / "zephyr_dpo_qlora.yaml"), "--write", str(out), env=environment())
+    assert again.returncode == 2
+    assert "a file that is there already" in again.stderr

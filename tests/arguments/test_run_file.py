@@ -1,0 +1,142 @@
+"""A run as a file: what a run writes gives the same arguments again, whatever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.arguments.command_line import options_parser, parse
+from shardwright.arguments.option_values import kind_of
+from shardwright.arguments.run_file import dumped, read_options, run_file, with_files, words_of
+from shardwright.arguments.training import Settings, TrainingArguments
+from shardwright.errors import UserError
+from shardwright.hosts.restarts import asked_limit
+
+# values of every kind, and texts that YAML would read as something else
+VALUES: list[Any] = [
+    True, False, 1, 3, 7.5e-7, 0.25, 12.0, "no", "true", "null", "2e-5", "10:13", "1_000", "a: b # c", "é ☃\n\t", " x",
+    "-1", "q_proj=8", "0,8:16", "~", "[1]", "{a}", "a,b", "cosine", "epoch", "bfloat16", "per_expert", "drop", "skip",
+    "dpo", "batch", "gaussian", "lion", "steps", "eval_accuracy",
+]  # fmt: skip
+# whose values, if they are other trainers', are put in our words
+CHOSEN = {"optim", "eval_strategy", "save_strategy", "report_to", "init_lora_weights"}
+VALUED = {"optim_args": ["beta1=0.5"], "profile_steps": ["2:4"]}
+
+
+def again(args: TrainingArguments, folder: Path, *words: str) -> TrainingArguments:
+    (folder / "run.yaml").write_text(run_file(args), encoding="utf-8")
+    (found,) = parse([TrainingArguments], ["--config", str(folder / "run.yaml"), *words], None)
+    return found
+
+
+PARSER = options_parser([TrainingArguments])
+NAMES = {each.name: kind_of(get_type_hints(TrainingArguments)[each.name])[0] for each in fields(TrainingArguments)}
+
+
+def through(folder: Path, name: str, value: Any) -> Any:
+    """The value of an option that was written to a file and read again."""
+    (folder / "one.yaml").write_text(dumped({name: value}), encoding="utf-8")
+    return getattr(PARSER.parse_args(words_of(read_options(str(folder / "one.yaml")))), name)
+
+
+def test_any_value_of_any_option_comes_back_as_it_was(tmp_path: Path) -> None:
+    for name, kind in NAMES.items():
+        for value in [each for each in VALUES if type(each) is kind and not (kind is str and name in CHOSEN)]:
+            found = through(tmp_path, name, value)
+            assert (found, type(found)) == (value, kind), name
+    nested = {"a": 0.1, "b": [1, "no"], "c": 1e-7}
+    assert json.loads(through(tmp_path, "lr_scheduler_kwargs", nested)) == nested
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter("--".__ne__), st.floats(0, 1))
+def test_any_text_and_any_number_comes_back(tmp_path_factory: pytest.TempPathFactory, text: str, share: float) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    assert through(folder, "run_name", text) == text
+    assert through(folder, "adam_beta1", share) == share
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_r": 4}], ids=str)
+def test_a_run_with_as_many_options_as_go_together_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    args = TrainingArguments(num_train_epochs=2.0, **options)
+    for name, kind in NAMES.items():
+        for value in [each for each in [*VALUES, *VALUED.get(name, [])] if type(each) is kind]:
+            if value != getattr(args, name) and name not in options:
+                with contextlib.suppress(UserError):
+                    args = replace(args, **{name: value})
+                    break
+    assert sum(getattr(args, each.name) != each.default for each in fields(args)) > 60
+    assert again(args, tmp_path) == args
+
+
+def test_the_file_of_a_resolved_run_gives_its_arguments(tmp_path: Path) -> None:
+    resolved = Settings(output_dir="out", warmup_steps=0.1, max_steps=40, objective="dpo", model="a/b", revision="c1")
+    found = again(resolved, tmp_path)
+    assert found.as_dict() == resolved.as_dict()
+    assert Settings.of(found) == resolved
+
+
+def test_options_of_the_command_line_win_and_a_later_file_wins_over_an_earlier(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("max-steps: 7\nseed: 1\neval_strategy: no\nlora_r: null\nrank_pattern:\n")
+    (tmp_path / "b.json").write_text(json.dumps({"seed": 2, "learning_rate": 2e-5, "dataset": "x.txt"}))
+    words = ["--seed", "3", f"--config={tmp_path}/a.yaml", "--config", f"{tmp_path}/b.json"]
+    (args,) = parse([TrainingArguments], words, None)
+    assert (args.max_steps, args.seed, args.eval_strategy, args.learning_rate) == (7, 3, "no", 2e-5)
+    (args,) = parse([TrainingArguments], words[2:], None)
+    assert args.seed == 2
+
+
+def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "learning_rate: 2e-5\nprofile_steps: 10:13\nreport_to: [wandb, mlflow]\nmesh: {fsdp: 4, expert: 2}\n"
+        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr_rate: 0.1\nmax_restarts: 2\n"
+    )
+    words = ["--config", str(tmp_path / "run.yaml")]
+    (args,) = parse([TrainingArguments], words, None)
+    assert (args.learning_rate, args.profile_steps, args.report_to) == (2e-5, "10:13", "wandb,mlflow")
+    assert (args.mesh, args.lr_scheduler_kwargs) == ("fsdp=4,expert=2", {"min_lr_rate": 0.1})
+    assert asked_limit(with_files(words)) == 2
+
+
+def test_unknown_keys_are_refused_by_the_table_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "max_seq_length: 64\nlearning_rat: 1\nfp16: true\ngradient_checkpointing: true\n"
+    )
+    with pytest.raises(SystemExit):
+        parse([TrainingArguments], ["--config", str(tmp_path / "run.yaml")], None)
+    told = capsys.readouterr().err
+    assert "2 options that this command can't take" in told
+    assert "no option --learning_rat; did you mean '--learning_rate'?" in told
+    assert "--fp16 true: not to be had" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("run.yaml", "a: [", "ParserError"),
+        ("run.yaml", "a: 1\nb: 2\na: 3\n", "'a' comes twice"),
+        ("run.yaml", "just words", "a str"),
+        ("run.yaml", "1: 2", "1, a name that is no text"),
+        ("run.yaml", "a: !!python/object/apply:os.getcwd []", "ConstructorError"),
+        ("run.json", "{", "JSONDecodeError"),
+        ("run.json", "[" * 100_000, "RecursionError"),
+        ("other.yaml", None, "FileNotFoundError"),
+        ("run.yaml", b"\xff\xfe\x00", "UnicodeDecodeError"),
+    ],
+)
+def test_what_is_no_file_of_options_is_refused(tmp_path: Path, name: str, text: Any, words: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=words):
+        with_files(["--config", str(tmp_path / name)])
+
+
+def test_a_password_in_a_url_is_not_written_down() -> None:
+    assert "secret" not in run_file(TrainingArguments(dataset="https://me:secret@host/rows.jsonl"))
