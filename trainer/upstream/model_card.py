@@ -65,7 +65,7 @@ class Card:
         return "\n".join([*lines, "## Versions", "", *_table("package", self.versions), ""])
 
     def _metadata(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        own = {
+        own: dict[str, Any] = {
             "library_name": "peft" if self.adapter else "transformers",
             "pipeline_tag": "text-generation",
             "base_model": split(self.base)[0] if self.base and is_hub_name(self.base) else None,
