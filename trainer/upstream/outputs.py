@@ -154,7 +154,7 @@ def shown(model: Any, trainer: Outputs) -> Any:
             asked="trainer.model.generate(…)",
             found="a model on the devices, made for steps of one shape",
             why="each token would compile another computation",
-            instead="TrainingArguments(sample_prompts=…) for answers as it trains; save_model(folder), and the folder's",
+            instead="TrainingArguments(sample_prompts=…) for answers as it trains; the model in save_model(folder)",
         )
 
     model.save_pretrained = lambda folder, **more: trainer.save_model(folder)
