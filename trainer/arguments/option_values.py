@@ -58,6 +58,8 @@ _KINDS: dict[type, tuple[Any, str, str, str]] = {
 
 def _read(kind: type, value: Any) -> Any:
     types, bounds, *_ = _KINDS[kind]
+    if kind is int and isinstance(value, float) and value.is_integer():  # as transformers keeps logging_steps
+        value = int(value)
     if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
         raise TypeError
     made = kind(value)

@@ -26,6 +26,7 @@ _METADATA = {
     "dataset_tags": "datasets",
     "dataset_name": "datasets",
 }
+_TASKS = {"reward": "text-classification"}  # objective → the hub's name of what its model does
 _LISTS = ("tags", "datasets", "language")
 _SAID_ELSEWHERE = {"model", "revision", "tokenizer", "dataset", "eval_dataset", "recipe", "objective"}
 
@@ -65,9 +66,9 @@ class Card:
         return "\n".join([*lines, "## Versions", "", *_table("package", self.versions), ""])
 
     def _metadata(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        own = {
+        own: dict[str, Any] = {
             "library_name": "peft" if self.adapter else "transformers",
-            "pipeline_tag": "text-generation",
+            "pipeline_tag": _TASKS.get(self.args.objective, "text-generation"),
             "base_model": split(self.base)[0] if self.base and is_hub_name(self.base) else None,
             "datasets": _hub_datasets(self.args.dataset),
             "tags": ["shardwright", self.args.objective, *(["lora"] if self.adapter else [])],

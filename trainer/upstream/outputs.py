@@ -23,6 +23,7 @@ class Outputs:
     loop: Any  # a `shardwright.loop.TrainingLoop`
     console: Any
     hub_model_id: str | None  # the repository of a push, where the arguments name it
+    _given: Any  # a `shardwright.inputs.RunInputs`
     _hub: dict[str, Any]  # further options of a push that the arguments hold
 
     @property
@@ -119,19 +120,20 @@ class Outputs:
         self.loop.trained.write(folder)
         self._write_card(folder, card)
         self.loop.callbacks.on_push_begin(self.loop.args, self.loop.state, self.loop.control)
-        given = {"token": token, "private": private, "revision": revision}
-        how = {name: self._hub.get(name) if value is None else value for name, value in given.items()}
-        how["private"] = bool(how["private"])
+        how: dict[str, Any] = {"token": token, "private": private, "revision": revision}
+        how = {name: self._hub.get(name) if value is None else value for name, value in how.items()}
         self.hub_model_id = repo_id or self.hub_model_id or self.loop.folder.name
+        how["private"] = bool(how["private"])
         return push_folder(Path(str(folder)), self.hub_model_id, commit_message, **how)
 
     def _write_card(self, folder: Folder, said: dict[str, Any]) -> None:
         if not hosts().first:
             return
         job, history = self.loop.job, self.loop.state.log_history
-        entry = next((each for each in reversed(history) if any(name.startswith("eval_") for name in each)), {})
-        metrics = {name: value for name, value in entry.items() if name.startswith("eval_")}
-        base = job.args.model or job.config.name_or_path or None
+        told = [{key: value for key, value in entry.items() if key.startswith("eval_")} for entry in history]
+        metrics = next(filter(None, reversed(told)), {})
+        held = self._given.model  # whose config says where it was loaded from
+        base = job.args.model or (None if held is None else held.config.name_or_path) or None
         if job.args.from_scratch or (base or "").endswith(".json"):
             base = None
         mesh, adapter = job.plan.mesh, job.lora is not None
@@ -142,9 +144,21 @@ class Outputs:
 
 
 def shown(model: Any, trainer: Outputs) -> Any:
-    """``model``, which lies on the devices, such that ``save_pretrained`` and ``push_to_hub`` are ``trainer``'s."""
+    """``model``, which lies on the devices, such that ``save_pretrained`` and ``push_to_hub`` are ``trainer``'s.
+
+    Its ``generate`` is a UserError.
+    """
+
+    def generate(*_: Any, **__: Any) -> Any:
+        raise UserError(
+            asked="trainer.model.generate(…)",
+            found="a model on the devices, made for steps of one shape",
+            why="each token would compile another computation",
+            instead="TrainingArguments(sample_prompts=…) for answers as it trains; the model in save_model(folder)",
+        )
+
     model.save_pretrained = lambda folder, **more: trainer.save_model(folder)
-    model.push_to_hub = trainer.push_to_hub
+    model.push_to_hub, model.generate = trainer.push_to_hub, generate
     return model
 
 
