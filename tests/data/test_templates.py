@@ -35,10 +35,15 @@ KNOWN = {(name, case): kind for kind, found in (("more", MORE), ("stop", STOP), 
          for name, cases in found.items() for case in cases}  # fmt: skip
 
 
+class Everything(set[str]):
+    def __contains__(self, text: object) -> bool:
+        return True
+
+
 @pytest.fixture(autouse=True)
 def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these templates ends; to try it in a process of its own takes a second."""
-    monkeypatch.setattr(template_trial, "_tried", {table.tokenizer_of(name).chat_template for name in table.names()})
+    monkeypatch.setattr(template_trial, "_tried", Everything())
 
 
 @pytest.mark.parametrize("name", table.names())

@@ -33,12 +33,12 @@ def unread_fields(
     if plain and _in_order(contents, whole):
         return []
     # options may have an effect on the beginning of an answer alone
-    begun = template.text if template.marked(chat) else template.begun
-    asked = chat.options and (chat.first if template.marked(chat) else max(chat.turns, default=0))
+    begun, asked = (template.text, [chat.first]) if template.marked(chat) else (template.begun, chat.turns)
+    asked = [turn for turn in asked if turn and chat.options]
 
     def render(changed: Chat) -> str:
         own = [template.ended(changed, turn) for turn in alone]
-        return "".join([template.whole(changed), *own, begun(changed, asked) if asked else ""])
+        return "".join([template.whole(changed), *own, *(begun(changed, turn) for turn in asked)])
 
     whole = render(chat) if alone or asked else whole
     fields = _fields(chat)

@@ -226,7 +226,8 @@ class Template:
         calls = chat.messages[i].get("tool_calls")
         if bool(calls) not in self._next:
             call = calls[0] if calls else {}
-            names = {"name": call.get("function", call).get("name"), "tool_call_id": call.get("id")}
+            inner = call.get("function", call)
+            names = {"name": isinstance(inner, dict) and inner.get("name"), "tool_call_id": call.get("id")}
             turn = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}
             behind = {"role": "tool", "content": "x", **names} if calls else {"role": "user", "content": "x"}
             messages = [*chat.messages[:i], *self.prepared(replace(chat, messages=[turn, behind])).messages]
@@ -245,16 +246,19 @@ class Template:
         an answer has others forget their reasoning, the turn alone is taken of it: it begins behind the last generation
         prompt before a sentinel that is put in its place. Raises BadRecord if there is none.
         """
-        if own.startswith(before):  # a turn's own beginning, though the server writes none behind a tool's result
-            return before + own[len(before) :].removeprefix(self._opening(chat))
+        answer, opening = own.removeprefix(before), self._opening(chat)
+        if own.startswith(before) and not (opening and answer.startswith(opening)):
+            return own
         base = str(self._apply(chat.messages[:i], chat))
+        if own.startswith(before) and before == base:  # behind a tool's result a server of Gemma's begins no turn
+            return before + answer.removeprefix(opening)
         if own.startswith(base):
             return own
         message, prompt = chat.messages[i], before.removeprefix(base)
         text = str(self._apply([*chat.messages[:i], marked(message, _ANSWER)], chat))
-        answer, left = text.find(_ANSWER), prompt
+        end, left = text.find(_ANSWER), prompt
         while left or not prompt:
-            at = text.rfind(left, 0, answer) + len(left) if answer >= 0 and left in text[:answer] else -1
+            at = text.rfind(left, 0, end) + len(left) if end >= 0 and left in text[:end] else -1
             if at >= 0 and own.startswith(text[:at]):
                 return before.removesuffix(prompt.removeprefix(left)) + own[at:]
             if not prompt:
