@@ -114,6 +114,7 @@ def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: typ
             "router_balance",
             "overflow",
             "on_bad_row",
+            "train_on",
             "base_dtype",
             "on_spike",
             "init_lora_weights",

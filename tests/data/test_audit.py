@@ -86,7 +86,10 @@ def test_a_clean_set_has_no_finding_and_its_counts_are_those_of_a_run(tmp_path: 
     assert [place for place, _ in source.shown] == ["clean.jsonl, row 1", "clean.jsonl, row 2"]
 
 
-@pytest.mark.parametrize(("template", "finding"), [(ENDLESS, "no stop token"), (PARTING, "template parts")])
+HIDDEN = PARTING.replace("<|im_start|>assistant", "<|im_start|>robot")
+
+
+@pytest.mark.parametrize(("template", "finding"), [(ENDLESS, "no stop token"), (HIDDEN, "template parts")])
 def test_what_a_template_does_wrong_is_found_in_every_row(tmp_path: Path, template: str, finding: str) -> None:
     path = write_records(tmp_path / "x.jsonl", chats(7))
     found = audited(path, byte_tokenizer(template, "<|im_end|>"), sequence_length=2048)

@@ -171,6 +171,23 @@ def test_held_out_chats_are_scored_on_the_answers_alone(load: Callable[..., Corp
 def test_chats_need_rows_that_keep_them_apart_and_a_tokenizer(load: Callable[..., Corpus], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="isolate_documents=False"):
         load(chats(9), isolate_documents=False)
-    options = DataOptions(str(tmp_path / "chats.jsonl"), 64, isolate_documents=True)
+    path = write_records(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2, 3]}] * 9)
+    options = DataOptions(str(path), 64, isolate_documents=True)
     with pytest.raises(UserError, match="without a tokenizer"):
         load_corpus(options, None, 300, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_model_without_a_tokenizer_gets_one_of_the_chats_that_writes_them_as_chatml(
+    streaming: bool, tmp_path: Path
+) -> None:
+    path = write_records(tmp_path / "chats.jsonl", chats(60))
+    options = DataOptions(str(path), 256, isolate_documents=True, streaming=streaming)
+    corpus = load_corpus(options, None, 400, tmp_path / "cache")
+    assert any("template chatml" in note and "turns end with <|im_end|>" in note for note in corpus.notes)
+    assert 257 < len(corpus.tokenizer) <= 400
+    row = corpus.heldout.dataset[0]
+    labels = np.array(row["labels"])
+    answers = corpus.tokenizer.decode(labels[labels >= 0]).split("<|im_end|>")
+    assert all("!" in answer for answer in answers[:-1]), "answers alone, each up to its end"
+    assert corpus.tokenizer.decode(row["input_ids"]).startswith("<|im_start|>user\n")

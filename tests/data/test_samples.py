@@ -30,7 +30,6 @@ TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
     "llama": (LLAMA, "<|eot|>"),
     "mixtral": (MIXTRAL, "</s>"),
-    "reasoning": (REASONING, "<|im_end|>"),
     "marked": (MARKED, "<|im_end|>"),
 }
 
@@ -46,12 +45,12 @@ def encode(
     typed: bool = True,
     **options: Any,
 ) -> Any:
-    """(tokenizer, sample, tally) of a record of the shape that its columns say."""
+    """(tokenizer, sample, tally) of a record of the shape that its columns say; of several, the last sample."""
     shape = next(shape for shape in SHAPES if all(name in record for name in shape.required))
     tokenizer, tally = byte_tokenizer(template, eos), Counter[str]()
     encoder = Encoder(tokenizer, shape, tally, raising, **options)
     document = shape.document(record, typed)
-    ((_, (sample,)),) = encoder([document])
+    *_, (_, (sample,)) = encoder([document])
     return tokenizer, sample, tally
 
 
@@ -91,9 +90,25 @@ def test_turns_that_a_template_leaves_without_a_stop_token_are_counted() -> None
     assert (tally["turns"], tally["turns without stop"]) == (2, 2)
 
 
-def test_a_template_whose_beginnings_part_is_refused_with_the_place() -> None:
-    with pytest.raises(BadRecord, match=r"as far as message 2 .* they part at token 1, '1 mes.* has '4 mes"):
-        encode({"messages": CHAT}, PARTING)
+@pytest.mark.parametrize(("template", "before"), [(REASONING, "<think>\n\n</think>\n\n"), (PARTING, "")])
+def test_a_turn_that_is_written_otherwise_once_the_chat_goes_on_is_a_sample_of_its_own(
+    template: str, before: str
+) -> None:
+    tally, tokenizer = Counter[str](), byte_tokenizer(template, "<|im_end|>")
+    groups = Encoder(tokenizer, SHAPES[0], tally, raising)([json.dumps({"messages": CHAT})])
+    for i, (number, (sample,)) in enumerate(groups):
+        asked = tokenizer.apply_chat_template(CHAT[: 2 * i + 1], tokenize=False, add_generation_prompt=True)
+        answer = f"{before}{CHAT[2 * i + 1]['content']}<|im_end|>"
+        assert number == 0
+        assert tokenizer.decode(sample.tokens) == f"{asked}{answer}\n", "as a server asks for it"
+        assert scored_text(tokenizer, sample) == [answer]
+    assert (len(groups), tally["turns"], tally["turns alone"]) == (2, 2, 1 if before else 2)
+
+
+def test_a_template_whose_beginnings_part_and_hide_where_a_turn_begins_is_refused_with_the_place() -> None:
+    hidden = PARTING.replace("<|im_start|>assistant", "<|im_start|>robot")
+    with pytest.raises(BadRecord, match=r"as far as message 2 .* they part behind '', at '1 mes.* and '2 mes"):
+        encode({"messages": CHAT}, hidden)
 
 
 def test_what_a_template_itself_refuses_is_told_in_its_words() -> None:

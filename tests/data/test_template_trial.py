@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwright.data.samples import template_trial
-from shardwright.data.samples.chat import Chat, Template
+from shardwright.data.samples.chat import Chat
+from shardwright.data.samples.template import Template
 from shardwright.errors import UserError
 from tests.support.chats import byte_tokenizer
 

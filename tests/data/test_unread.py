@@ -106,30 +106,34 @@ def encoder_of(template: str | None, shape: RecordShape) -> Encoder:
 
 def made(encoder: Encoder, record: dict[str, Any]) -> tuple[Any, Counter[str]]:
     """The record's tokens and labels, and how often each of its fields was not read."""
-    ((_, group),) = encoder([str(encoder.shape.document(record, typed=False))])
+    groups = encoder([str(encoder.shape.document(record, typed=False))])
     unread = Counter(name.partition(" (")[0] for name in unread_columns(record, encoder.shape))
+    group = [sample for _, group in groups for sample in group]
     for sample in group:
         for name, count in unread_of(sample.counts):
             unread[name.partition(" (")[0]] += count
     return [(sample.tokens.tolist(), sample.labels.tolist()) for sample in group], unread
 
 
-def drops(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(a field's name, the record without it), for each column, key of a message, and value for the template."""
+def drops(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """(a field's name, the record without it), for each column, key of a message, and value for the template.
+
+    And whether it stands behind the last turn to train on, in a chat that may be trained as far as that turn alone.
+    """
     for column, value in record.items():
         if value is None:
             continue
         if column != "chat_template_kwargs":
-            yield column, {name: inner for name, inner in record.items() if name != column}
+            yield column, {name: inner for name, inner in record.items() if name != column}, False
         for place, inner in enumerate(value) if isinstance(value, list) else ():
             for key in inner if isinstance(inner, dict) and column not in ("tools",) else ():
                 name = {"from": "role", "value": "content"}.get(key, key)
                 if name != "role":
                     without = copy.deepcopy(record)
                     del without[column][place][key]
-                    yield f"messages.{name}", without
+                    yield f"messages.{name}", without, value[-len(LAST) :] == LAST and place >= len(value) - len(LAST)
         for key in value if column == "chat_template_kwargs" else ():
-            yield f"{column}.{key}", {**record, column: {k: v for k, v in value.items() if k != key}}
+            yield f"{column}.{key}", {**record, column: {k: v for k, v in value.items() if k != key}}, False
 
 
 def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
@@ -142,14 +146,16 @@ def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
             whole, unread = made(encoder, record)
         except BadRecord:
             continue  # the template refuses it, which is said
-        same = Counter[str]()
-        for name, without in drops(record):
+        same, behind = Counter[str](), Counter[str]()
+        for name, without, last in drops(record):
             tried, same[name] = tried + 1, same[name]
             with contextlib.suppress(BadRecord):
-                same[name] += made(encoder, without)[0] == whole
+                same[name] += (equal := made(encoder, without)[0] == whole)
+                behind[name] += last and equal
         for name, count in same.items():
             found = unread[name] or unread[name.partition(".")[0]]
-            if name not in OBEYED and (bool(found) != bool(count) if shape is PAIRS else found != count):
+            told = bool(found) == bool(count) if shape is PAIRS else count - behind[name] <= found <= count
+            if name not in OBEYED and not told:
                 wrong.append((kind, name, count, found))
     return tried, wrong
 
@@ -158,7 +164,7 @@ def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
 def test_a_field_is_named_as_not_read_if_and_only_if_tokens_and_labels_are_the_same_without_it(template: str) -> None:
     tried, wrong = disagreements(template, RENDERED)
     assert not wrong
-    assert tried > 10 or template in {"parting", "deepseek_r1_distill", "deepseekv3"}, "whose beginnings part"
+    assert tried > 10
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -29,7 +29,7 @@ Read = Callable[[DocumentStream, int, int], None]
 WRONG = {
     "bad row": "no sample can be made of it",
     "unreadable": "no record can be read there",
-    "template parts": "the chat template renders a beginning otherwise than the whole",
+    "template parts": "the chat template renders what is before a turn otherwise with it",
     "unscored": "no token of the sample is trained on",
     "no stop token": "a turn behind which the template writes no token that ends a generation",
     "unknown role": "a role that chat templates don't know",

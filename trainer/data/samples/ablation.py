@@ -17,10 +17,13 @@ _LAST_LETTER = re.compile(r"\w(?=\W*$)")
 Field = tuple[int, str]  # (a message's number, its key); -1: a column beside the messages; -2: a key of its options
 
 
-def unread_fields(chat: Chat, whole: str, template: Template, alone: Sequence[int] = ()) -> list[str]:
+def unread_fields(
+    chat: Chat, whole: str, template: Template, alone: Sequence[int] = (), end: int | None = None
+) -> list[str]:
     """Fields with a value that have no effect on ``whole``, the chat's text, as :func:`named` writes them.
 
-    Nor on the texts that end with the turns ``alone``, which are samples of their own.
+    Nor on the texts that end with the turns ``alone``, which are samples of their own. ``end``: no field is named of
+    that message and of later ones.
 
     Seldom more than three renderings: each field bears a mark, all at once, and those that are not seen are left out,
     all at once. Only if that changes the text, they are halved.
@@ -30,11 +33,12 @@ def unread_fields(chat: Chat, whole: str, template: Template, alone: Sequence[in
     if plain and _in_order(contents, whole):
         return []
     # options may have an effect on the beginning of an answer alone
-    asked = chat.options and (chat.first if template.marked(chat) else max(chat.turns, default=0))
+    begun, asked = (template.text, [chat.first]) if template.marked(chat) else (template.begun, chat.turns)
+    asked = [turn for turn in asked if turn and chat.options]
 
     def render(changed: Chat) -> str:
         own = [template.ended(changed, turn) for turn in alone]
-        return "".join([template.whole(changed), *own, template.text(changed, asked) if asked else ""])
+        return "".join([template.whole(changed), *own, *(begun(changed, turn) for turn in asked)])
 
     whole = render(chat) if alone or asked else whole
     fields = _fields(chat)
@@ -50,7 +54,7 @@ def unread_fields(chat: Chat, whole: str, template: Template, alone: Sequence[in
         return [*without_effect(left[:middle]), *without_effect(left[middle:])] if middle else []
 
     unread = without_effect([field for field in fields if marks.get(field) is None or marks[field] not in seen])
-    return [_name(field, fields[field]) for field in unread]
+    return [_name(field, fields[field]) for field in unread if end is None or field[0] < end]
 
 
 def _fields(chat: Chat) -> dict[Field, Any]:

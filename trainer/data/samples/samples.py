@@ -305,8 +305,11 @@ class Encoder:
         def make(found: list[Tokens]) -> list[Group]:
             loud = self._loud(chat)
             shared, alone = template.renderings(chat, found[0], chat.turns if self.train_on_prompt else loud)
-            unread.update(unread_fields(chat, whole, template, [each.turns[0].message for each in alone]))
-            hidden = chat.silent.intersection(each.turns[0].message for each in alone)
+            others = [each.turns[0].message for each in alone]
+            # what is behind the last turn to train on has no effect unless the whole is a sample
+            end = None if shared.turns or self.train_on_prompt or not alone else max(others) + 1
+            unread.update(unread_fields(chat, whole, template, others, end))
+            hidden = chat.silent.intersection(others)
             if self.train_on_prompt and hidden:
                 raise BadRecord("messages", f"{template.name} writes a turn of weight 0 otherwise once more follows")
             if self.train_on_prompt or not alone:

@@ -125,6 +125,11 @@ class Template:
             made = text.replace(_ANSWER, said) if text.count(_ANSWER) == 1 else made
         return made
 
+    def begun(self, chat: Chat, turn: int) -> str:
+        """The text before message ``turn`` that is there with it too."""
+        before = self.text(chat, turn)
+        return before[: _common(before, self._seen(chat, turn, before, self.ended(chat, turn)))]
+
     def marked(self, chat: Chat) -> bool:
         """Whether the template itself marks the assistant's tokens."""
         try:
@@ -146,8 +151,8 @@ class Template:
     def renderings(self, chat: Chat, whole: Tokens, turns: Sequence[int]) -> tuple[Rendering, list[Rendering]]:
         """The whole with those of ``turns`` that it has as the model sees them, and each other turn by itself.
 
-        A turn is rendered, to see where it ends, unless it stands in the whole word for word, and one of the same keys,
-        with as many calls, ended at its first stop token.
+        A turn is rendered, to see where it ends, unless one of the same keys, with the same text around its words,
+        ended at its first stop token.
 
         Raises BadRecord, with the first difference, if what is before a turn is rendered otherwise once it follows.
         """
@@ -156,11 +161,11 @@ class Template:
         places, alike = {n: place for place, n in whole.added}, set[Any]()
         for i in turns:
             message, before = chat.messages[i], self.text(chat, i)
-            kind = (len(message.get("tool_calls") or ()), *sorted(key for key, value in message.items() if value))
             start, merged = self._shared(whole, before) if whole.text.startswith(before) else (len(whole), False)
             first = stops[at] if (at := bisect.bisect_left(stops, start)) < len(stops) else -1
-            known = kind in alike and not any(word in str(message) for word in self.stop_words)
-            if known and _verbatim(message, whole.text[len(before) : places.get(first, 0)]):
+            around = _around(message, whole.text[len(before) : places.get(first, 0)])
+            kind = (around, *sorted(key for key, value in message.items() if value))
+            if first >= 0 and kind in alike and not any(word in str(message) for word in self.stop_words):
                 shared.turns.append(Turn(i, start, first + 1, merged=merged))
                 continue
             turn, own = self._rendered(chat, i, before, whole)
@@ -193,12 +198,13 @@ class Template:
 
     def _end(self, own: str, answer: int) -> str:
         """``own`` as far as the first of the stop tokens that end it, or all of it without one behind ``answer``."""
-        end, at = own, len(own)
-        while (found := max((own.rfind(word, answer, at), len(word)) for word in self.stop_words))[0] >= 0:
-            if end is not own and own[sum(found) : at].strip():
-                break
-            end, at = own[: sum(found)], found[0]
-        return end
+        end = at = len(own)
+        places = ((own.rfind(word, answer, at), len(word)) for word in self.stop_words)
+        found, size = max(places, default=(-1, 0))
+        while found >= 0 and (end == at == len(own) or not own[found + size : at].strip()):
+            end, at = found + size, found
+            found, size = max((own.rfind(word, answer, at), len(word)) for word in self.stop_words)
+        return own[:end]
 
     def _span(self, chat: Chat, i: int, before: str, until: str, tokens: Tokens) -> tuple[Turn, Tokens | None]:
         """Turn ``i`` behind ``before`` and up to the end of ``until``, and the tokens with a stop token added, if any.
@@ -220,7 +226,8 @@ class Template:
         calls = chat.messages[i].get("tool_calls")
         if bool(calls) not in self._next:
             call = calls[0] if calls else {}
-            names = {"name": call.get("function", call).get("name"), "tool_call_id": call.get("id")}
+            inner = call.get("function", call)
+            names = {"name": isinstance(inner, dict) and inner.get("name"), "tool_call_id": call.get("id")}
             turn = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}
             behind = {"role": "tool", "content": "x", **names} if calls else {"role": "user", "content": "x"}
             messages = [*chat.messages[:i], *self.prepared(replace(chat, messages=[turn, behind])).messages]
@@ -239,16 +246,19 @@ class Template:
         an answer has others forget their reasoning, the turn alone is taken of it: it begins behind the last generation
         prompt before a sentinel that is put in its place. Raises BadRecord if there is none.
         """
-        if own.startswith(before):  # a turn's own beginning, though the server writes none behind a tool's result
-            return before + own[len(before) :].removeprefix(self._opening(chat))
+        answer, opening = own.removeprefix(before), self._opening(chat)
+        if own.startswith(before) and not (opening and answer.startswith(opening)):
+            return own
         base = str(self._apply(chat.messages[:i], chat))
+        if own.startswith(before) and before == base:  # behind a tool's result a server of Gemma's begins no turn
+            return before + answer.removeprefix(opening)
         if own.startswith(base):
             return own
         message, prompt = chat.messages[i], before.removeprefix(base)
         text = str(self._apply([*chat.messages[:i], marked(message, _ANSWER)], chat))
-        answer, left = text.find(_ANSWER), prompt
+        end, left = text.find(_ANSWER), prompt
         while left or not prompt:
-            at = text.rfind(left, 0, answer) + len(left) if answer >= 0 and left in text[:answer] else -1
+            at = text.rfind(left, 0, end) + len(left) if end >= 0 and left in text[:end] else -1
             if at >= 0 and own.startswith(text[:at]):
                 return before.removesuffix(prompt.removeprefix(left)) + own[at:]
             if not prompt:
@@ -321,7 +331,8 @@ def _letters(text: str) -> str:
     return "".join(text.split())
 
 
-def _verbatim(message: Message, text: str) -> bool:
-    """Whether ``text`` has all that the message says beside its calls."""
-    says = [text_of(message), *(message[key] for key in SAYS if isinstance(message.get(key), str))]
-    return all(each.strip() in text for each in says)
+def _around(message: Message, text: str) -> str:
+    """``text`` without the words of the message."""
+    for words in (text_of(message), *(message[key] for key in SAYS if isinstance(message.get(key), str))):
+        text = text.replace(words.strip(), "", 1)
+    return text

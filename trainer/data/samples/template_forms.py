@@ -39,10 +39,10 @@ class TemplateForms:
     @functools.cached_property
     def calls(self) -> int:
         """How many calls of a message are written, of two."""
-        arguments: Any = '{"a": "b"}' if self.in_json else {"a": "b"}
         for count in (2, 1):
+            words = ({"a": f"{_NAME}{n}"} for n in range(count))
             try:
-                made = self._render([self._asked, _calling(arguments, count)])
+                made = self._render([self._asked, _calling(*map(json.dumps, words) if self.in_json else words)])
             except BadRecord:
                 continue
             return sum(f"{_NAME}{n}" in made for n in range(count))
@@ -108,7 +108,7 @@ def marked(value: Any, mark: str) -> Any:
     return value
 
 
-def _calling(arguments: Any, count: int = 1) -> Message:
-    functions = [{"name": f"{_NAME}{n}", "arguments": arguments} for n in range(count)]
+def _calling(*arguments: Any) -> Message:
+    functions = [{"name": f"{_NAME}{n}", "arguments": each} for n, each in enumerate(arguments)]
     calls = [{"id": f"call0000{n}", "type": "function", "function": each} for n, each in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
