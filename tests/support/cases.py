@@ -44,7 +44,7 @@ PATTERNS = {
     "gpt_oss": {"num_hidden_layers": 4, "sliding_window": 8},
     "deepseek_v3": {"num_hidden_layers": 3},
     "qwen3_next": {"num_hidden_layers": 4, "full_attention_interval": 2},
-    "gemma3_text": {"num_hidden_layers": 5, "sliding_window_pattern": 2, "sliding_window": 8},
+    "gemma3_text": {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 8},
     "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 8},
 }
 
