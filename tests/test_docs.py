@@ -14,6 +14,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import make_plan
 from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import load_config
+from shardwright.objectives import OBJECTIVES
 from shardwright.report.units import size
 from tests.support.paths import ROOT
 
@@ -77,6 +78,7 @@ def options_in(text: str, mark: str) -> set[str]:
 def test_options_are_those_of_a_command() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
     known = options_in(code, '"') | set(re.findall(r"^    (\w+): .*= (?:option|field|_adamw)\(", code, re.MULTILINE))
+    known |= {name for entry in OBJECTIVES.values() for name in entry.options}
     for name, page in PAGES.items():
         assert options_in(page, r"(?<![\w-])") - known - FOREIGN == set(), name
 
