@@ -41,9 +41,9 @@ class PairObjective(Objective):
     learns = "which of two answers is preferred"
     shapes = (PAIRS,)
     options: ClassVar = {"beta": BETA}
-    parts = ("pair_loss", "chosen_loss")
+    parts: ClassVar[tuple[str, ...]] = ("pair_loss", "chosen_loss")
     on_chosen = per_token = False
-    logged = (
+    logged: ClassVar[tuple[str, ...]] = (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
         *("logps/chosen", "logps/rejected"),
     )
