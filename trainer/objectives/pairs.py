@@ -75,8 +75,8 @@ class PairObjective(Objective):
     learns = "which of two answers is preferred"
     shapes = (PAIRS,)
     options: ClassVar[Mapping[str, Number | Choice]] = {"beta": BETA}
-    parts = ("pair_loss", "chosen_loss")
-    logged = (
+    parts: ClassVar[tuple[str, ...]] = ("pair_loss", "chosen_loss")
+    logged: ClassVar[tuple[str, ...]] = (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
         *("logps/chosen", "logps/rejected"),
     )
