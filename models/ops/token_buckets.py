@@ -12,8 +12,9 @@ from torch import Tensor
 def bucket_logits(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """The logits of ``ids`` [..., K] over ``temperature``, and of all other tokens together: float32 [..., K + 1].
 
-    Of the vocabulary's size are the logits [..., V], a copy of them that ends with the forward, and their gradient, all
-    in their dtype: no more than a cross entropy has. With K = V there are no others: [..., V].
+    Of the vocabulary's size are the logits [..., V], which of them are apart (a byte each, until the forward ends), and
+    their gradient: libtpu's compiler keeps two tensors of the logits' size at most, as with a cross entropy. With K = V
+    there are no others: [..., V].
     """
     if ids.shape[-1] == logits.shape[-1]:
         return logits.to(torch.float32).gather(-1, ids) / temperature
@@ -26,7 +27,8 @@ class _Buckets(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:  # type: ignore[override]
         top = logits.gather(-1, ids).to(torch.float32) / temperature
-        others = logits.scatter(-1, ids, -torch.inf).to(torch.float32) / temperature
+        taken = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, True)
+        others = torch.where(taken, -torch.inf, logits.to(torch.float32) / temperature)
         rest = others.logsumexp(-1, keepdim=True)
         ctx.save_for_backward(logits, ids, rest)
         ctx.temperature = temperature

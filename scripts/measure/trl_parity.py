@@ -177,7 +177,9 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     """(log of each step, samples of each step's batch, fullness of the rows)."""
     adapter: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
     # the whole vocabulary, as trl has it
-    taught = {"teacher": str(folder / "teacher"), "teacher_top_k": SIZES["vocab_size"]} if "teacher" in case else {}
+    taught: dict[str, Any] = {}
+    if "teacher" in case:
+        taught = {"teacher": str(folder / "teacher"), "teacher_top_k": SIZES["vocab_size"]}
     args = TrainingArguments(
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
