@@ -18,6 +18,8 @@ from shardwright.arguments.run_file import dumped, read_options, run_file, with_
 from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
 from shardwright.hosts.restarts import asked_limit
+from shardwright.launch.launch_arguments import LaunchArguments
+from shardwright.launch.targets import read_request
 
 # values of every kind, and texts that YAML would read as something else
 VALUES: list[Any] = [
@@ -140,3 +142,14 @@ def test_what_is_no_file_of_options_is_refused(tmp_path: Path, name: str, text: 
 
 def test_a_password_in_a_url_is_not_written_down() -> None:
     assert "secret" not in run_file(TrainingArguments(dataset="https://me:secret@host/rows.jsonl"))
+
+
+def test_a_launch_gives_the_hosts_the_options_of_a_file_and_no_line_break_in_them(tmp_path: Path) -> None:
+    options = LaunchArguments(topology="v5p:2x2x4", image="image")
+    words = ["--config", str(tmp_path / "run.yaml"), "--seed", "3"]
+    (tmp_path / "run.yaml").write_text("output_dir: gs://bucket/run\nmax_length: 64\nnum_train_epochs: 2\n")
+    train = read_request("jobset", options, words).train
+    assert train[:3] == ("--output_dir=gs://bucket/run", "--max_length=64", "--num_train_epochs=2")
+    (tmp_path / "run.yaml").write_text('run_name: "a\\nb"\noutput_dir: gs://bucket/run\n')
+    with pytest.raises(UserError, match="a line break"):
+        read_request("jobset", options, words)

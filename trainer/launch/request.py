@@ -84,12 +84,10 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
         UserError: a bad option, or an output folder that a restart on another host would not find.
     """
     from shardwright.arguments.command_line import parse
-    from shardwright.arguments.run_file import with_files
     from shardwright.arguments.training import TrainingArguments
     from shardwright.layout.auto import AUTO
     from shardwright.layout.load_recipe import load_recipe
 
-    words = with_files(words)  # the hosts have not the file
     (args,) = parse([TrainingArguments], words, "The options of scripts/train.py, after the `--`.")
     if args.recipe != AUTO:
         load_recipe(args.recipe)

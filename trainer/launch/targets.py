@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+from shardwright.arguments.run_file import with_files
 from shardwright.errors import UserError, did_you_mean
 from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from shardwright.launch.launch_arguments import LaunchArguments
@@ -48,7 +49,7 @@ def find_target(name: str) -> LaunchTarget:
 
 def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> Request:
     """The request for the target ``name`` and a run with the options ``train``; raises UserError for a bad option."""
-    target = find_target(name)
+    target, train = find_target(name), with_files(train)  # the hosts have not the file
     _check_lines([*filter(None, map(str, vars(options).values())), *train])
     _check_options(name, target, options)
     topology = _topology(name, target, options)
