@@ -131,7 +131,7 @@ class Outputs:
             return
         job, history = self.loop.job, self.loop.state.log_history
         told = [{key: value for key, value in entry.items() if key.startswith("eval_")} for entry in history]
-        metrics = next(filter(None, reversed(told)), {})
+        metrics: dict[str, float] = next(filter(None, reversed(told)), {})
         held = self._given.model  # whose config says where it was loaded from
         base = job.args.model or (None if held is None else held.config.name_or_path) or None
         if job.args.from_scratch or (base or "").endswith(".json"):
