@@ -31,9 +31,8 @@ def is_theirs(args: Any) -> bool:
 def _class_of(args: Any) -> str | None:
     if isinstance(args, TrainingArguments) or not is_dataclass(args):
         return None
-    kinds = [
-        each.__name__ for each in type(args).__mro__ if each.__module__.partition(".")[0] in ("trl", "transformers")
-    ]
+    made: Any = type(args)
+    kinds = [each.__name__ for each in made.__mro__ if each.__module__.partition(".")[0] in ("trl", "transformers")]
     return next((name for name in _CLASSES if name in kinds), None)
 
 
