@@ -41,11 +41,6 @@ PROGRAMS = {
     "trl kto": trl.KTOConfig,
     "trl reward": trl.RewardConfig,
 }
-# options that the table knows and this version has not yet
-TO_COME = {
-    *("chat_template", "train_on", "loss_type", "label_smoothing", "label_smoothing_factor", "neftune_noise_alpha"),
-    *("desirable_weight", "undesirable_weight", "center_rewards_coefficient", "teacher", "lmbda", "temperature"),
-}
 # making such an object opens a device, by a name that torch_xla has deprecated
 OPENS = pytest.mark.filterwarnings("ignore:Use torch_xla.device:DeprecationWarning")
 OPTIONS = {each.name for each in fields(TrainingArguments)}
@@ -69,7 +64,7 @@ def test_each_argument_of_the_installed_packages_has_an_entry(source: str) -> No
 def test_entries_name_options_that_there_are_and_say_why_there_are_none() -> None:
     for source, name, entry in every_entry():
         named = {entry.name, *entry.options, *entry.fill} - {""}
-        assert named <= OPTIONS | TO_COME, (source, name)
+        assert named <= OPTIONS, (source, name)
         assert entry.kind == OURS or entry.at or entry.why, (source, name)
         assert entry.kind != MISSING or entry.instead, (source, name)
 

@@ -23,7 +23,7 @@ ALPACA = {"model": "meta-llama/Llama-2-7b-hf", "dataset": "./alpaca_data.json", 
 QLORA = {"lora_r": 32, "lora_alpha": 16.0, "base_dtype": "nf4", "lora_target": "all-linear", "eval_strategy": "epoch"}
 CHATS = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "optimizer_dtype": "bfloat16"}
 LORA = {"lora_r": 32, "lora_target": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.05}
-# file → arguments, those that are not carried (here or to come), some of the options
+# file → arguments, those that are not carried, some of the options
 CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     "alpaca_full.sh": (20, set(), ALPACA),
     "trl_sft.sh": (9, {"push_to_hub"}, {"sequence_length": 2048, "packing": True, "learning_rate": 2e-5}),
@@ -31,21 +31,20 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     "trl_dpo.sh": (17, set(), {"objective": "dpo", "beta": 0.05, "max_steps": 1000, "optim": "adamw"}),
     "zephyr_sft.sh": (
         38,
-        {"dataset_splits", "push_to_hub", "chat_template"},
+        {"dataset_splits", "push_to_hub"},
         {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k", "packing": False, "report_to": "tensorboard"},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
     "axolotl_qlora.yml": (35, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
     "axolotl_full.sh": (
         30,
-        {"optimizer", "neftune_noise_alpha"},
+        {"optimizer"},
         {**CHATS, "run_name": "first"},
     ),
     "llamafactory_lora_sft.yaml": (28, set(), {"lora_r": 8, "lora_target": "all-linear", "packing": False}),
     "llamafactory_dpo.sh": (26, set(), {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16}),
     "run_clm.sh": (20, {"fp16"}, {"dataset": "wikitext:wikitext-103-raw-v1", "bf16": True, "warmup_steps": 500}),
 }  # fmt: skip
-TO_COME = {"chat_template", "neftune_noise_alpha"}  # known to the table; options of a later version
 
 
 def port_of(name: str) -> Port:
@@ -58,7 +57,7 @@ def test_each_argument_is_carried_or_named_and_the_options_parse(name: str, tmp_
     found = port_of(name)
     assert len(found.outcomes) == count
     named = {each.name for each in found.outcomes if each.kind in (MISSING, NO_OPTION)}
-    assert lost - TO_COME <= named <= lost
+    assert named == lost
     assert {key: found.options[key] for key in options} == options
     assert all(became for _, _, became in found.rows)
     (tmp_path / "run.yaml").write_text(found.text)

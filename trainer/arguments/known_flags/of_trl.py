@@ -111,12 +111,10 @@ DPO: dict[str, Entry] = {
             "kto_pair": missing("KTO takes single answers here", "--objective kto", objective="kto"),
         },
     ),
-    "loss_weights": missing("a run has one loss", "--loss_type with one word", many=True),
+    "loss_weights": ours("loss_weights", read=words, many=True),
     "ld_alpha": missing("each answer's tokens count alike", "--objective simpo, which takes their mean"),
-    "f_divergence_type": missing("the penalty is the reverse KL", "nothing", at={"reverse_kl": DEFAULT}),
-    "f_alpha_divergence_coef": unneeded("it says something of another divergence alone"),
+    **same("f_divergence_type f_alpha_divergence_coef discopop_tau"),
     "use_weighting": NO_LOSS,
-    "discopop_tau": unneeded("it says something of another loss alone"),
     "sync_ref_model": SYNC,
     **all_of("ref_model_mixup_alpha ref_model_sync_steps", unneeded("they say something of a moving reference alone")),
 }
@@ -126,7 +124,7 @@ KTO: dict[str, Entry] = {
     **same("beta desirable_weight undesirable_weight"),
     "loss_type": ours(
         "loss_type",
-        at={"kto": unneeded("it is the loss of --objective kto"), "apo_zero_unpaired": NO_LOSS},
+        at={"kto": unneeded("it is the loss of --objective kto")},
     ),
     **{
         name: DPO[name]
