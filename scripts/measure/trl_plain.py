@@ -59,8 +59,9 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    (kind, task), label = _kind(case), {"num_labels": 1} if case["objective"] == "reward" else {}
-    model = kind.from_config(AutoConfig.for_model(**case["config"], **label), dtype=torch.float32)
+    (kind, task), config = _kind(case), AutoConfig.for_model(**case["config"])
+    config.num_labels = 1  # of a reward model; no other has labels
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # so wide that attention and experts are far from uniform
             if parameter.dim() > 1:
