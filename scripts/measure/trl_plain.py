@@ -64,8 +64,8 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
     if "teacher" in case:
         _drawn(AutoModelForCausalLM, case["teacher"], seed=1, width=1.6).save_pretrained(folder / "teacher")
         tokenizer.save_pretrained(folder / "teacher")
-    (kind, task), label = _kind(case), {"num_labels": 1} if case["objective"] == "reward" else {}
-    model = _drawn(kind, {**case["config"], **label}, seed=0, width=0.8)
+    kind, task = _kind(case)
+    model = _drawn(kind, case["config"], seed=0, width=0.8)
     model.save_pretrained(folder / "model")
     if case["lora"]:
         get_peft_model(model, LoraConfig(task_type=task, **case["lora"])).save_pretrained(str(folder / "adapter"))
@@ -74,7 +74,9 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
 def _drawn(kind: Any, config: dict[str, Any], seed: int, width: float) -> Any:
     """A model of random weights, so wide that attention and experts are far from uniform."""
     torch.manual_seed(seed)
-    model = kind.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    sizes = AutoConfig.for_model(**config)
+    sizes.num_labels = 1  # of a reward model; no other has labels
+    model = kind.from_config(sizes, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

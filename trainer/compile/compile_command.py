@@ -76,8 +76,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     for text in plan_warnings(job.job.plan):
         say(console, f"plan:    {text}")
-    if job.job.notice:
-        say(console, f"layers:  {job.job.notice}")
+    for text in job.job.notices:
+        say(console, f"layers:  {text}")
     if auto := is_auto(job.job):
         job, report = compile_auto(job, console)
     else:

@@ -6,6 +6,7 @@ The decoder is the causal model's, and in place of its head lies ``score``, a li
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import transformers
 from torch import nn
@@ -50,7 +51,8 @@ def reward_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel] | None:
-    return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None)
+    found: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None)
+    return found
 
 
 def _families() -> list[str]:

@@ -256,7 +256,8 @@ def _write_description(
 ) -> None:
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
-    base, generation = config.name_or_path, getattr(model, "generation_config", None)
+    base = config.name_or_path
+    generation: Any = getattr(model, "generation_config", None)  # a classifier has none
     parts = (config.get_text_config(), config)
     there = next((part for part in parts if getattr(part, "quantization_config", None)), config)
     for part in parts:
@@ -279,7 +280,7 @@ def _write_description(
         config.save_pretrained(scratch)
         if model.can_generate():
             # not by save_pretrained, which refuses some of the hub's generation configs
-            generation.to_json_file(Path(scratch, "generation_config.json"))  # type: ignore[union-attr]
+            generation.to_json_file(Path(scratch, "generation_config.json"))
         if tokenizer is not None:
             write_all(Path(scratch), tokenizer_files(tokenizer, Path(scratch, CONFIG).read_bytes()))
         origin = local_folder(base, CONFIG)
