@@ -13,6 +13,7 @@ from shardwright.data.samples.template import Template
 # characters for private use, which stand in no text: a field's mark takes the place of a letter of it
 _MARKS = range(0xF0000, 0x10FFFE)
 _LONG = 16  # characters; a shorter content may stand in the template's own words
+_IDS = ("id", "tool_call_id")  # templates look for one in another message, by equality
 _LAST_LETTER = re.compile(r"\w(?=\W*$)")
 Field = tuple[int, str]  # (a message's number, its key); -1: a column beside the messages; -2: a key of its options
 
@@ -22,8 +23,8 @@ def unread_fields(
 ) -> list[str]:
     """Fields with a value that have no effect on ``whole``, the chat's text, as :func:`named` writes them.
 
-    Nor on the texts that end with the turns ``alone``, which are samples of their own. ``end``: no field is named of
-    that message and of later ones.
+    Nor on the texts that end with the turns ``alone``, which are samples of their own. ``end``: the whole is no sample,
+    and no field is named of that message and of later ones.
 
     Seldom more than three renderings: each field bears a mark, all at once, and those that are not seen are left out,
     all at once. Only if that changes the text, they are halved.
@@ -37,13 +38,14 @@ def unread_fields(
     asked = [turn for turn in asked if turn and chat.options]
 
     def render(changed: Chat) -> str:
-        own = [template.ended(changed, turn) for turn in alone]
-        return "".join([template.whole(changed), *own, *(begun(changed, turn) for turn in asked)])
+        texts = [template.ended(changed, turn) for turn in alone] + [begun(changed, turn) for turn in asked]
+        return "".join([template.whole(changed) if end is None else "", *texts])
 
     whole = render(chat) if alone or asked else whole
     fields = _fields(chat)
     marks = dict(zip(fields, map(chr, _MARKS), strict=False))
-    seen = _rendered(_changed(chat, lambda field, value: _marked(value, marks.get(field))), render) or ""
+    marked = _changed(chat, lambda field, value: value if field[1] in _IDS else _marked(value, marks.get(field)))
+    seen = _rendered(marked, render) or ""
 
     def without_effect(left: Sequence[Field]) -> Sequence[Field]:
         dropped = {*left}
@@ -88,7 +90,7 @@ def _marked(value: Any, mark: str | None) -> Any:
     if isinstance(value, list):
         return [_marked(inner, mark) for inner in value]
     if isinstance(value, dict):
-        return {key: inner if key == "type" else _marked(inner, mark) for key, inner in value.items()}
+        return {key: inner if key in ("type", *_IDS) else _marked(inner, mark) for key, inner in value.items()}
     return value
 
 

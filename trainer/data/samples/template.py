@@ -256,15 +256,16 @@ class Template:
             return own
         message, prompt = chat.messages[i], before.removeprefix(base)
         text = str(self._apply([*chat.messages[:i], marked(message, _ANSWER)], chat))
-        end, left = text.find(_ANSWER), prompt
-        while left or not prompt:
-            at = text.rfind(left, 0, end) + len(left) if end >= 0 and left in text[:end] else -1
+        n = len(re.sub(r"<[^<>\s]*$", "", own[: _common(before, own)]))  # where they part, between words
+        end, words = text.find(_ANSWER), prompt or opening
+        while end >= 0 and (words or not prompt):
+            at = text.rfind(words, n, end) + len(words) if words in text[n:end] else -1
+            at = at if words else n
             if at >= 0 and own.startswith(text[:at]):
-                return before.removesuffix(prompt.removeprefix(left)) + own[at:]
-            if not prompt:
+                return before.removesuffix(prompt.removeprefix(words)) + own[at:]
+            if not words:
                 break
-            left = left[: max(0, left.rfind("<"))]  # without the last of its words
-        n = _common(before, own)
+            words = words[: max(0, words.rfind("<"))]  # without the last of them
         found = f"they part behind {own[max(0, n - 24) : n]!r}, at {before[n : n + 24]!r} and {own[n : n + 24]!r}"
         raise BadRecord(
             "messages", f"{self.name} renders a chat as far as message {i + 1} otherwise than with it: {found}",
