@@ -38,7 +38,15 @@ STOPS = {
     "muse_glimmer": ("<|eot|>",),
     **dict.fromkeys(["diffusion_gemma", *(f"gemma4{v}" for v in _GEMMA4)], ("<eos>", "<turn|>", "<|tool_response>")),
 }
-ANY_STOP = ("</s>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<turn|>")
+ANY_STOP: tuple[str, ...] = (
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<turn|>",
+)
 ANY_STOP += ("<end_of_utterance>", "<｜end▁of▁sentence｜>", "<eos>")
 _NAMES = re.compile(r"<[|｜]?/?[\w▁]+[|｜]?>|\[/?INST\]")
 _FREE = {"<tools>", "</tools>", "<tool_call>", "</tool_call>"}  # letters in most tokenizers

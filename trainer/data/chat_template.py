@@ -108,7 +108,7 @@ def _ending(tokenizer: PreTrainedTokenizerBase, asked: str) -> str:
     """The word behind an answer, such as <|im_end|>; empty if there is none."""
     why: Exception | None = None
     for content in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        messages: Any = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try_template(tokenizer, messages)
         try:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))

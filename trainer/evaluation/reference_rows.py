@@ -45,11 +45,11 @@ class _Referring(Objective):
 
     def __init__(self, objective: Objective, column: str, words: int | None) -> None:
         super().__init__({}, objective.length)
-        self.objective, self.column, self.words = objective, column, words
+        self.objective, self.column, self.vocabulary = objective, column, words
 
     def loss(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], counts: torch.Tensor) -> Tensors:
         """Zero, and the values by the name of their column; ``counts`` is not read."""
-        values = self.objective.refer(logits[..., : self.words], batch)
+        values = self.objective.refer(logits[..., : self.vocabulary], batch)
         return {"nothing": values.sum() * 0, self.column: values}
 
 

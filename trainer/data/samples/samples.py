@@ -295,7 +295,7 @@ class Encoder:
             prompt = [template.text(chat, chat.first)] if chat.first else []
 
             def make_marked(found: list[Tokens]) -> list[Group]:
-                least = len(*found or [[]])
+                least = sum(map(len, found))
                 turns = self._marked(chat, [(max(a, least), b) for a, b in spans if b > least])
                 return [self._turns(chat, Rendering(tokens, turns))]
 
