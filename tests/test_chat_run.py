@@ -71,7 +71,7 @@ def test_without_packing_each_sample_has_its_row_and_each_length_of_rows_is_comp
     if family == "falcon":
         FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
         arguments |= {"recipe": "auto", "model": str(tmp_path / "falcon" / "config.json"), "mesh": "fsdp=8"}
-    arguments |= {"packing": False, "per_device_train_batch_size": 1, "max_steps": 12, "logging_steps": 1}
+    arguments |= {"packing": False, "per_device_train_batch_size": 2, "max_steps": 12, "logging_steps": 1}
     said = io.StringIO()
     trainer = train(TrainingArguments(**arguments), Console(file=said, width=200))
     assert "batches of rows of 64, 128, 256, 512 tokens, each length compiled once" in said.getvalue()
