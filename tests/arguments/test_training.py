@@ -122,7 +122,8 @@ def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: typ
         *("adapter_format", "lora_target"),  # a target is nothing without a rank
         # an objective's number or word is nothing without it
         *("objective", "simpo_gamma", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"),
-        *("f_divergence_type", "f_alpha_divergence_coef"),
+        *("f_divergence_type", "f_alpha_divergence_coef", "desirable_weight", "undesirable_weight", "teacher_top_k"),
+        "temperature",
     }
 
 

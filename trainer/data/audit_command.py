@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.audit import DECIDE, SAID, WRONG, Audit, audit, histogram
 from shardwright.data.audit_arguments import AuditArguments
+from shardwright.data.corpus import load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.rows.mixture import no_tokenizer, shapes_of
@@ -25,6 +26,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
 from shardwright.models.ops.labels import IGNORE
 from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
+from shardwright.report.lines import waiting
 from shardwright.report.units import size
 
 TRAINS_WRONGLY = 3  # the exit code
@@ -38,13 +40,18 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     config = load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
     tokenizer = asked_tokenizer(args, config)
     shapes = shapes_of(args.dataset, args.reads)
-    if tokenizer is None:
+    if tokenizer is None and len(shapes) > 1:
         raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):
         args = dataclasses.replace(args, isolate_documents=True)  # as a run does
+    options = data_options(args, config)
+    if tokenizer is None:  # the one that a run trains, which then finds it in the cache
+        lenient = dataclasses.replace(options, samples=dataclasses.replace(options.samples, on_bad_row="skip"))
+        with waiting(console, "training a tokenizer on the data …"):
+            tokenizer = load_corpus(lenient, None, config.get_text_config().vocab_size).tokenizer
     shows = ReadingBar(console)
     with shows.bar:
-        found = audit(data_options(args, config), tokenizer, shown.show, shows.read)
+        found = audit(options, tokenizer, shown.show, shows.read)
     view = view_of(found, args, tokenizer)
     print_audit(console, view)
     _write(shown.html, "html", lambda: audit_page(view))
@@ -116,7 +123,7 @@ def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenize
     lengths = [n for source in found.sources for n in source.lengths]
     facts = [
         ("tokens a row", f"{found.length:,}"),
-        ("tokenizer", str(tokenizer.name_or_path)),
+        ("tokenizer", str(tokenizer.name_or_path) or "trained on the data"),
         ("--overflow", args.overflow),
         ("--on_bad_row", args.on_bad_row),
         ("longest sample", f"{max(lengths, default=0):,} tokens"),

@@ -89,7 +89,8 @@ def refusal(refused: Sequence[Outcome], options: Collection[str]) -> list[str]:
 
 
 def _line(each: Outcome, options: Collection[str]) -> str:
-    spelt = flag(each.name)
+    stray = each.kind == NO_OPTION and each.value is None  # a word of a command line, as it stands there
+    spelt = each.name if stray else flag(each.name)
     if each.kind == MISSING:
         return f"{spelt}{'' if each.value is True else f' {word(each.value):.80}'}: not to be had, {each.said}"
     return f"no option {spelt}; {each.said or nearest(spelt, options)}".rstrip()
