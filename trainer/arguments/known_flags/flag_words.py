@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright.arguments.known_flags.entry import MISSING, OURS, Entry, word
 from shardwright.arguments.known_flags.table import find, names, own
-from shardwright.arguments.known_flags.translate import Outcome, Translation, flag, translated
+from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, Translation, flag, translated
 
 _NEAR, _NEAR_THEIRS = 0.75, 0.85  # difflib's ratio of two spellings, from which one is a hint at the other
 
