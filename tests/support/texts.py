@@ -173,7 +173,7 @@ BAD = {
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
     "tokenised": (
         lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'),
-        r"one would have to be trained on them",
+        r"tokens of another one",
     ),
     "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),
     "too small": (lambda d: write_jsonl(d / "x.jsonl", ["a", "b", "c"]), "tokens in all"),
