@@ -186,7 +186,7 @@ def test_a_directory_that_holds_something_is_not_written_into(tmp_path, capsys, 
 def test_an_option_that_does_not_exist_is_refused_with_the_nearest(capsys, monkeypatch):
     from shardwright.scripts import train as script
 
-    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "mixtral_ep", "--max_step_count", "3"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "mixtral_ep", "--max_step", "3"])
     with pytest.raises(SystemExit) as stopped:
         script.main()
     assert stopped.value.code == 2

@@ -333,7 +333,7 @@ def test_adafactor_leaves_the_layers_of_a_stack_that_take_no_part_in_the_loss():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optim": "adamw_torch"}, "did you mean 'adamw'"),
+        ({"optim": "adamww"}, "did you mean 'adamw'"),
         ({"optim": "lion", "adam_beta1": 0.95}, "--adam_beta1 0.95 with --optim lion"),
         ({"optim": "adafactor", "adam_epsilon": 1e-6}, "no --adam_epsilon"),
         ({"optim_args": "momentum=0.9"}, "no --optim_args; AdamW's numbers are"),
