@@ -97,7 +97,9 @@ def run(*words: object, said: str = "", timeout: float = 900, **options: Any) ->
 def _server() -> socket.socket:
     """The server of this process, which ends with it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    # the last is set in this process by each script that opens no device, once a test imports it
+    own = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "USE_TORCH_XLA")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     with theirs:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
