@@ -16,7 +16,8 @@ from rich.console import Console
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.audit import DECIDE, SAID, Audit, audit, histogram
-from shardwright.data.audit_command import ReadingBar, view_of
+from shardwright.data.audit_arguments import AuditArguments
+from shardwright.data.audit_command import ReadingBar, run_audit, view_of
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.samples.fitting import SampleOptions
@@ -261,6 +262,22 @@ def test_the_bar_of_files_ends_with_their_bytes_and_that_of_a_stream_counts_char
     endless = DocumentStream("an endless stream", "endless", 1, lambda part, document: iter(()))
     bar.read(endless, 0, 40)
     assert (bar.bar.tasks[-1].completed, bar.bar.tasks[-1].total) == (40, None)
+
+
+def test_without_a_tokenizer_the_audit_takes_the_one_that_a_run_would_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    told = Console(file=io.StringIO(), width=200)
+
+    def audit_of(path: Path) -> int:
+        return run_audit(TrainingArguments("llama_fsdp", dataset=str(path)), AuditArguments(show=1), told)
+
+    assert audit_of(write_records(tmp_path / "chats.jsonl", chats(20))) == 0
+    assert "<|im_start|>assistant\n⟦" in told.file.getvalue()  # type: ignore[attr-defined]
+    marked = [{"prompt": "Fruit?", "completion": " Stone.", "label": False}]
+    with pytest.raises(UserError, match=r"row 1, column label: False(.|\n)*--objective kto"):
+        audit_of(write_records(tmp_path / "kto.jsonl", marked))
 
 
 def test_chat_without_an_answer_is_unscored_and_no_traceback(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command behind `scripts/data.py`: audits the data that a run's options name, and shows the findings."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -48,7 +49,11 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     if tokenizer is None:  # the one that a run trains, which then finds it in the cache
         lenient = dataclasses.replace(options, samples=dataclasses.replace(options.samples, on_bad_row="skip"))
         with waiting(console, "training a tokenizer on the data …"):
-            tokenizer = load_corpus(lenient, None, config.get_text_config().vocab_size).tokenizer
+            words = config.get_text_config().vocab_size
+            with contextlib.suppress(UserError):
+                tokenizer = load_corpus(lenient, None, words).tokenizer
+            # nothing is left without the bad rows: the run's own refusal names the first of them
+            tokenizer = tokenizer or load_corpus(options, None, words).tokenizer
     shows = ReadingBar(console)
     with shows.bar:
         found = audit(options, tokenizer, shown.show, shows.read)
