@@ -30,7 +30,7 @@ def packer_of(record: dict[str, Any], length: int = 256, **options: Any) -> Samp
 
 
 def packed(*records: dict[str, Any], **options: Any) -> list[dict[int, tuple[str, str]]]:
-    """Of each row by the numbers of its segments: the text that is not scored, and the text that is."""
+    """The text of each row that is not scored, and the text that is, by the numbers of its segments."""
     packer = packer_of(records[0], **options)
     columns = packer.rows([str(packer.encoder.shape.document(record)) for record in records])
     names = ("input_ids", "labels", "segment_ids", "position_ids")

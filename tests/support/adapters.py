@@ -79,7 +79,7 @@ class Adapted:
         return loss, self.in_our_form({key: p.grad.clone() for key, p in self.theirs.items()})
 
     def train_both(self, steps: int, learning_rate: float, taken: int = 0) -> None:
-        """As many AdamW steps of ours as of `torch.optim.AdamW` on PEFT's factors; of ours ``taken`` are taken."""
+        """AdamW steps of ours, and as many of `torch.optim.AdamW` on PEFT's factors; of ours ``taken`` are taken."""
         decay = self.case.step.optimizer.weight_decay
         optimizer = torch.optim.AdamW(self.theirs.values(), lr=learning_rate, weight_decay=decay)
         for i in range(steps):

@@ -60,7 +60,7 @@ class RecordTexts:
         return [] if self.shape.is_text else words_of(template_text(self.template))
 
     def tokenizer(self, folder: Path, scratch: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-        """As :func:`trained_tokenizer`."""
+        """The tokenizer trained on the records' texts, by :func:`trained_tokenizer`."""
         if self.shape.is_text:
             return trained_tokenizer(folder, scratch, self.documents, vocab_size)
         made = trained_tokenizer(folder, scratch, self._texts, vocab_size, self.special_words)

@@ -1,4 +1,4 @@
-"""What a teacher says of every row: computed before the student is placed, and kept beside the rows on disk.
+"""A teacher's word on every row: computed before the student is placed, and kept beside the rows on disk.
 
 The values depend on the teacher and the rows alone, so a later run of both reads them, and a pass that was stopped goes
 on where it was. Only the positions of scored targets have any.
@@ -93,7 +93,7 @@ class TaughtRows(StoredRows):
 
 
 def _scored(columns: Columns) -> np.ndarray:
-    """Which positions predict a scored target, bool [rows, S]."""
+    """The positions that predict a scored target, bool [rows, S]."""
     return (targets(as_batch(columns)["labels"]) != IGNORE).numpy()
 
 

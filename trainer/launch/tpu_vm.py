@@ -80,7 +80,7 @@ def _in_container(request: Request) -> tuple[str, str]:
 
 
 def _in_environment(request: Request) -> tuple[str, str]:
-    """As :func:`_in_container`, for the code that was sent and the environment that `install.sh` made."""
+    """The same commands for the code that was sent, in the environment that `install.sh` made."""
     variables = [f"{name}={value}" for name, value in ({"PYTHONPATH": "."} | request.variables).items()]
     names = {str(path): path.name for path in _recipe_files(request.train)}
     words = ["env/bin/python", "-m", "shardwright.scripts.train", *(names.get(word, word) for word in request.train)]

@@ -169,7 +169,7 @@ class NotHere(UserError, AttributeError):
 
 
 def in_place_of(name: str) -> str | None:
-    """What takes the place of the attribute or method ``name`` of their trainers; None: it is none of them."""
+    """The words on what stands for the attribute or method ``name`` of their trainers; None: it is none of them."""
     found = ATTRIBUTES.get(name) or next((text for part, text in _PARTS.items() if part in name), None)
     return found and found.format(name=name)
 

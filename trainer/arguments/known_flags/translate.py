@@ -15,7 +15,7 @@ NO_OPTION = "no option"  # the outcome of a name that nobody knows
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one argument: ``kind`` is that of an entry, or NO_OPTION; ``said`` is for a person."""
+    """The outcome of one argument: ``kind`` is that of an entry, or NO_OPTION; ``said`` is for a person."""
 
     name: str
     value: Any

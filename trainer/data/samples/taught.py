@@ -18,7 +18,7 @@ _LEAST = 1e-7  # of the others' share: rounded log-probabilities tell no less, a
 
 
 def taught_values(values: Mapping[str, Any], seen: np.ndarray, labels: np.ndarray, top: int, known: int) -> np.ndarray:
-    """What a record says of each scored token of ``labels`` [T], as the objective's column has it; raises BadRecord.
+    """A record's values of each scored token of ``labels`` [T], as the objective's column has them; raises BadRecord.
 
     Args:
         values: the record. Entry t of its lists is on token t given those before it, as vLLM's prompt_logprobs are; the

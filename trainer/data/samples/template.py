@@ -273,7 +273,7 @@ class Template:
         )  # fmt: skip
 
     def _opening(self, chat: Chat) -> str:
-        """What a server writes behind a question to get an answer."""
+        """The text that a server writes behind a question to get an answer."""
         key = chat.tools is None
         if key not in self._openings:
             first = self.prepared(replace(chat, messages=[{"role": "user", "content": "x"}]))
@@ -282,7 +282,7 @@ class Template:
         return self._openings.setdefault(key, "")
 
     def _shared(self, tokens: Tokens, beginning: str) -> tuple[int, bool]:
-        """How many tokens are those of ``beginning`` too, and whether one of its own goes on otherwise.
+        """The number of tokens that are those of ``beginning`` too, and whether one of its own goes on otherwise.
 
         Of a beginning that the text does not go on with, those that are common.
         """
@@ -318,7 +318,7 @@ class Template:
 
 
 def _common(one: str, other: str) -> int:
-    """How many letters both begin with."""
+    """The number of letters that both begin with."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

@@ -38,7 +38,7 @@ class TemplateForms:
 
     @functools.cached_property
     def calls(self) -> int:
-        """How many calls of a message are written, of two."""
+        """The number of a message's calls that are written, of two."""
         for count in (2, 1):
             words = ({"a": f"{_NAME}{n}"} for n in range(count))
             try:
