@@ -58,7 +58,7 @@ class RowPieces:
     def head_loss(
         self, hidden: Tensor, head: Tensor, targets: Tensor, ignored: int, terms: TokenTerms
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of `models.ops.head_loss`, in pieces, for ``targets`` [rows, S] and the ``hidden`` input of ``head``."""
+        """The loss of `models.ops.head_loss`, in pieces: for ``targets`` [rows, S], of ``head`` on ``hidden``."""
         axes = tuple(self.mesh.shape().items())
         layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
         return head_loss(hidden, head, targets, layout, terms)
