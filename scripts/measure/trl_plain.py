@@ -123,7 +123,7 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
             return loss
 
     numbers = dict(case["numbers"])
-    if "loss_type" in numbers:  # trl's option is a list
+    if "loss_type" in numbers and case["objective"] == "dpo":  # whose option in trl is a list
         numbers["loss_type"] = numbers["loss_type"].split(",")
     if "loss_weights" in numbers:
         numbers["loss_weights"] = [float(word) for word in numbers["loss_weights"].split(",")]
