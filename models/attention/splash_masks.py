@@ -34,11 +34,17 @@ class Mask(NamedTuple):
     keys: MaskInfo
     # of a query's entry in ``positions`` of the lists, and a key's index among the keys
     function: Callable[[Array, Array], Array] | None
+    # the same as that function, for kernels that skip blocks by themselves
+    causal: bool  # a query sees no later key
+    window: int | None
+    chunk: int | None
+    keys_before: int | None  # no key from here on is seen
 
 
 def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
     """The mask of a whole sequence, or of a piece of one and its own keys."""
-    return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
+    queries, keys = (_blocks(sizes, scoring, rows) for rows in ("queries", "keys"))
+    return Mask(sizes, queries, keys, _sees(scoring), True, scoring.window, scoring.chunk, None)
 
 
 def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: Array) -> Mask:
@@ -57,7 +63,8 @@ def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: Arr
     masks = window is not None or length < sizes.length
     positions: Any = distance + jnp.arange(sizes.length, dtype=jnp.int32) if masks else None
     queries, met = (MaskInfo(x[None], None, run[None], None, positions) for x in (keys, keys.T))
-    return Mask(sizes, queries, met, sees if masks else None)
+    padded = length if length < sizes.length else None
+    return Mask(sizes, queries, met, sees if masks else None, False, window, None, padded)
 
 
 def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:

@@ -1,7 +1,8 @@
 """The choice of kernels by device, the only code of this package that differs by device.
 
 All callers run alike, so a check on virtual devices, which get :mod:`shardwright.models.ops.plain_kernels`, checks the
-code that a TPU runs with :mod:`shardwright.models.ops.tpu_kernels`.
+code that a TPU runs with :mod:`shardwright.models.ops.tpu_kernels`, and an NVIDIA GPU with
+:mod:`shardwright.models.ops.cuda_kernels`.
 """
 
 import importlib
@@ -11,6 +12,6 @@ from shardwright.models.ops.jax_call import target
 
 
 def kernels() -> Any:
-    # imported on demand: a TPU's are large
-    name = "tpu_kernels" if target() == "tpu" else "plain_kernels"
-    return importlib.import_module(f"shardwright.models.ops.{name}")
+    # imported on demand: they are large
+    name = target()
+    return importlib.import_module(f"shardwright.models.ops.{name if name in ('tpu', 'cuda') else 'plain'}_kernels")

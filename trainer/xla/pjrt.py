@@ -78,11 +78,22 @@ class Table:
             raise PjrtError(f"{library} has {found}: {_MAJOR}.{_LEAST_MINOR} or a later {_MAJOR}.x is known")
 
     def entry(self, name: str) -> int:
-        return ctypes.c_size_t.from_address(self._place(name)).value
+        return self.entry_at(FUNCTIONS[name][0])
+
+    def entry_at(self, place: int) -> int:
+        return ctypes.c_size_t.from_address(self._address_of(place)).value
+
+    def has(self, place: int) -> bool:
+        """Whether the plugin implements the function there."""
+        end = self._address + _Head.from_address(self._address).struct_size
+        return self._address_of(place) < end and self.entry_at(place) != 0
 
     def replace(self, name: str, function: Any) -> None:
         """Puts ``function``, which the caller keeps, into the table; raises PjrtError if that can't be written."""
-        place = self._place(name)
+        self.replace_at(FUNCTIONS[name][0], function)
+
+    def replace_at(self, number: int, function: Any) -> None:
+        place = self._address_of(number)
         start = place // mmap.PAGESIZE * mmap.PAGESIZE
         libc = ctypes.CDLL(None, use_errno=True)
         # a linker may have put the table into memory that only the loader writes
@@ -95,10 +106,14 @@ class Table:
         """The structure of a function's arguments after the call; raises PjrtError with the plugin's own message."""
         arguments, error = self._call(Function, name, given)
         if error:
-            message = text_of(self._call(_Void, "Error_Message", {"error": error})[0])
-            self._call(_Void, "Error_Destroy", {"error": error})
-            raise PjrtError(message)
+            raise PjrtError(self.message(error))
         return arguments
+
+    def message(self, error: int) -> str:
+        """The text of an error, which ends with this."""
+        text = text_of(self._call(_Void, "Error_Message", {"error": error})[0])
+        self._call(_Void, "Error_Destroy", {"error": error})
+        return text
 
     def _call(self, kind: Any, name: str, given: dict[str, Any]) -> tuple[Any, int | None]:
         structure = FUNCTIONS[name][1]
@@ -112,8 +127,8 @@ class Table:
         finally:
             _Void(found.deleter)(found.holder)
 
-    def _place(self, name: str) -> int:
-        return self._address + ctypes.sizeof(_Head) + _WORD * FUNCTIONS[name][0]
+    def _address_of(self, place: int) -> int:
+        return self._address + ctypes.sizeof(_Head) + _WORD * place
 
 
 def text_of(arguments: Any) -> str:

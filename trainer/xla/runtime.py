@@ -4,6 +4,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch_xla
@@ -15,8 +16,10 @@ from torch_xla.experimental import plugins
 
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import connect, hosts
-from shardwright.xla import virtual_devices
+from shardwright.xla import cuda_plugin, virtual_devices
 from shardwright.xla.chips import CHIPS, Chip
+from shardwright.xla.pjrt import PjrtError, Table
+from shardwright.xla.pjrt_structures import lengthen
 from shardwright.xla.program_cache import KEPT
 
 VIRTUAL_DEVICES = 8
@@ -27,9 +30,9 @@ _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails b
 def init_runtime() -> str:
     """Chooses the devices, turns SPMD on, opens the devices and describes them in a few words; again is harmless.
 
-    ``PJRT_DEVICE`` decides if it is set, else torch_xla's own search: a TPU where libtpu and chips are found, else the
-    CPU with ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the compiler gets the chip's flags
-    (:data:`shardwright.xla.chips.FLAGS`) beside the user's.
+    ``PJRT_DEVICE`` decides if it is set. Else a TPU is taken where libtpu and chips are found, NVIDIA GPUs where they
+    and XLA's plugin for them are, or the CPU with ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the
+    compiler gets the chip's flags (:data:`shardwright.xla.chips.FLAGS`) beside the user's.
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of devices that are open already; the
@@ -37,6 +40,8 @@ def init_runtime() -> str:
     """
     kind = _prepare()
     count = _open(kind)
+    if kind == cuda_plugin.KIND:
+        return f"{count} GPU{'s' * (count > 1)} ({xm.xla_device_kind()})"
     if kind != "CPU":
         return f"{count} {kind} devices"
     if count != int(os.environ["CPU_NUM_DEVICES"]):
@@ -136,6 +141,9 @@ def _prepare() -> str:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
     # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")
+    asked = os.environ.get("PJRT_DEVICE")
+    if asked == cuda_plugin.KIND or (asked is None and found is None and cuda_plugin.gpus() and cuda_plugin.library()):
+        cuda_plugin.register()
     kind = device_kind()
     if kind == "CPU":
         count = os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES))
@@ -155,6 +163,7 @@ def _prepare() -> str:
 def _open(kind: str) -> int:
     """Opens the devices and returns their number; from now on a plugin's programs are kept."""
     if (library := _plugin(kind)) is not None:
+        _fit(kind, library)
         KEPT.install(library)
     try:
         count = xr.global_runtime_device_count()
@@ -168,6 +177,30 @@ def _open(kind: str) -> int:
     if (processes := xr.process_count()) > 1:
         connect(xr.process_index(), processes, *meeting_place(os.environ))
     return count
+
+
+_FITTED: list[Any] = []  # functions in a plugin's table, which must live as long as they can be called
+
+
+def _fit(kind: str, library: str) -> None:
+    """Makes a plugin that is newer than torch_xla take its calls; again is harmless.
+
+    Raises:
+        UserError: the plugin's interface is unknown.
+    """
+    if _FITTED:
+        return
+    try:
+        _FITTED.extend(lengthen(Table(library)))
+    except OSError:
+        return  # opening the devices will fail with a message
+    except PjrtError as error:
+        raise UserError(
+            asked=f"PJRT_DEVICE={kind}",
+            found=str(error),
+            why="torch_xla 2.9 and the plugin speak through a table of functions, whose version both must know",
+            instead="a plugin of another version: pip install -e '.[tpu]' or '.[cuda]' brings one that is tested",
+        ) from error
 
 
 def _plugin(kind: str) -> str | None:
