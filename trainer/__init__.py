@@ -13,6 +13,7 @@ from shardwright.hosts.user import name_user
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.recipe import Compute, Recipe
+from shardwright.xla import cuda
 
 if TYPE_CHECKING:
     from shardwright.arguments.training import TrainingArguments
@@ -60,6 +61,7 @@ def __dir__() -> list[str]:
 
 
 name_user()  # before torch is imported
+cuda.choose()  # before torch_xla is
 
 # When torch_xla is imported it logs which device it takes (torch_xla/runtime.py, torch_xla 2.9). A run says so itself.
 logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Defaulting to PJRT_DEVICE="))

@@ -22,6 +22,7 @@ from shardwright.models.ops.stored_layout import as_stored
 from shardwright.step.gradient_reduction import PartialGradient, token_axes
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, device_order
+from shardwright.xla.runtime import multiply_exactly
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,6 +33,8 @@ class Prepare:
     def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
         self.job, self.mesh, self.partials = job, mesh, partials
         self.dtype = DTYPES[job.recipe.compute.dtype or kernels().COMPUTE_DTYPE]
+        if self.dtype == torch.float32:
+            multiply_exactly()
         self.experts_inside = experts_modules(job.assembled)
         self.biases = selection_biases(job.model, job.facts.experts)
 

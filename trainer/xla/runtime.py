@@ -16,7 +16,7 @@ from torch_xla.experimental import plugins
 
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import connect, hosts
-from shardwright.xla import cuda_plugin, virtual_devices
+from shardwright.xla import cuda, cuda_plugin, virtual_devices
 from shardwright.xla.chips import CHIPS, Chip
 from shardwright.xla.pjrt import PjrtError, Table
 from shardwright.xla.pjrt_structures import lengthen
@@ -40,7 +40,7 @@ def init_runtime() -> str:
     """
     kind = _prepare()
     count = _open(kind)
-    if kind == cuda_plugin.KIND:
+    if kind == cuda.KIND:
         return f"{count} GPU{'s' * (count > 1)} ({xm.xla_device_kind()})"
     if kind != "CPU":
         return f"{count} {kind} devices"
@@ -104,6 +104,20 @@ def chip() -> Chip | None:
     return _chip_on_the_bus() if device_kind() == "TPU" else None
 
 
+def multiply_exactly() -> None:
+    """Makes a GPU multiply float32 numbers as such from now on: by default it rounds factors to TF32's 10 bits."""
+    if device_kind() == cuda.KIND:
+        torch_xla.backends.set_mat_mul_precision("highest")
+
+
+def memory() -> tuple[int, int] | None:
+    """Bytes of this process's first device that are in use, and were at most; None where a plugin doesn't count."""
+    with contextlib.suppress(RuntimeError, KeyError):
+        found = xm.get_memory_info(torch_xla.device())
+        return found["bytes_used"], found["peak_bytes_used"]
+    return None
+
+
 def watch_for_preemption() -> bool:
     """Lets torch_xla take SIGTERM on several hosts, so that all stop after the same step; False on one host."""
     job = hosts()
@@ -141,10 +155,9 @@ def _prepare() -> str:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
     # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")
-    asked = os.environ.get("PJRT_DEVICE")
-    if asked == cuda_plugin.KIND or (asked is None and found is None and cuda_plugin.gpus() and cuda_plugin.library()):
-        cuda_plugin.register()
     kind = device_kind()
+    if kind == cuda.KIND:
+        cuda_plugin.register()
     if kind == "CPU":
         count = os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES))
         if not (count.isdecimal() and 1 <= int(count) <= _MOST_VIRTUAL_DEVICES):
