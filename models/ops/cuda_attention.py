@@ -37,8 +37,8 @@ class _Tile:
     stages: int
 
 
-# kernel, and the wider head dimension up to which → tile of 16-bit numbers; the fastest of those tried on an H100, of the
-# last width only tried by compiling
+# kernel, and the wider head dimension up to which → tile of 16-bit numbers: the fastest of those tried on an H100; for
+# the last width one that compiles
 _TILES = {
     ("forward", 64): _Tile(128, 64, 4, 3),
     ("forward", 128): _Tile(64, 64, 4, 3),

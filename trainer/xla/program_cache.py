@@ -30,6 +30,7 @@ class KeptPrograms:
 
     def __init__(self) -> None:
         self.programs = self.loaded = 0  # that the plugin was asked for, and of these that were not compiled
+        self._client: int | None = None  # known once it compiles
         self._place: _Place | None = None  # known once the plugin's devices are
         self._notices: dict[str, str] = {}  # subject → its first message
         self._reported: set[str] = set()
@@ -61,10 +62,22 @@ class KeptPrograms:
             self._reported.add(subject)
             yield f"         {self._notices[subject]}"
 
+    def most_memory(self) -> int | None:
+        """The most bytes that this process's first device has had in use; None where the plugin doesn't count them."""
+        if self._client is None:
+            return None
+        try:
+            devices = self._table.call("Client_AddressableDevices", client=self._client).devices
+            device = ctypes.c_size_t.from_address(devices).value
+            return int(self._table.call("Device_MemoryStats", device=device).peak_size)
+        except PjrtError:
+            return None
+
     def _compile(self, address: int) -> int | None:
         """The plugin's function in its table: takes the address of its arguments, and returns its error."""
         self.programs += 1
         arguments = FUNCTIONS["Client_Compile"][1].from_address(address)
+        self._client = arguments.client
         key = ""
         try:
             place = self._place = self._place or _find_place(self._table, arguments.client)

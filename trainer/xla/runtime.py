@@ -110,14 +110,6 @@ def multiply_exactly() -> None:
         torch_xla.backends.set_mat_mul_precision("highest")
 
 
-def memory() -> tuple[int, int] | None:
-    """Bytes of this process's first device that are in use, and were at most; None where a plugin doesn't count."""
-    with contextlib.suppress(RuntimeError, KeyError):
-        found = xm.get_memory_info(torch_xla.device())
-        return found["bytes_used"], found["peak_bytes_used"]
-    return None
-
-
 def watch_for_preemption() -> bool:
     """Lets torch_xla take SIGTERM on several hosts, so that all stop after the same step; False on one host."""
     job = hosts()

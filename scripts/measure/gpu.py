@@ -1,0 +1,222 @@
+"""The whole program on one NVIDIA GPU: numbers beside the plain model's, speed and memory beside transformers' Trainer.
+
+python scripts/measure/gpu.py                     # at most eight minutes on an H100; the dearest rows come last
+python scripts/measure/gpu.py --only llama,mixtral
+
+Each row is a process of its own. Speed: 4 rows of 4,096 tokens, bfloat16, random weights, AdamW, the median step. The
+rows of transformers' Trainer need a torch with CUDA: the same models and shapes, bfloat16 autocast, float32 weights,
+fused AdamW, SDPA.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+_SIZES = {"hidden_act": "silu", "vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+_SIZES |= {"tie_word_embeddings": False, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_SIZES,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "rope_theta": 500000.0,
+    },
+    "mixtral": {
+        **_SIZES,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    },
+}
+RECIPES = {"llama": "llama_fsdp", "mixtral": "mixtral_ep"}
+ROWS, LENGTH, STEPS = 4, 4096, 20
+# row → the recipe's compute policies
+SPEED = {
+    "llama": "remat=none,scan=False",
+    "llama, full remat": "remat=full,scan=False",
+    "llama, scanned": "remat=none",
+    "mixtral": "remat=none,scan=False",
+    "mixtral, full remat": "remat=full,scan=False",
+}
+
+
+def main() -> int:
+    if len(sys.argv) > 2 and sys.argv[1] == "--row":
+        print("\n" + json.dumps(row(sys.argv[2], sys.argv[3:])), flush=True)
+        return 0
+    from shardwright.arguments.command_line import Parser
+
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--only", help="kinds of rows, with commas between them: gradients, losses, speed, trainer (all)"
+    )
+    kinds = (parser.parse_args().only or "gradients,losses,speed,trainer").split(",")
+    for name in ("llama", "mixtral"):
+        if "gradients" in kinds:
+            found = _run("gradients", name)
+            print(
+                f"{name}: float32, one step: loss off by {found['loss']:.1e}, worst gradient {found['worst']:.1e} "
+                f"({found['where']})",
+                flush=True,
+            )
+        if "losses" in kinds:
+            exact, ours = (_run("losses", name, kind, environment=env) for kind, env in _PLACES.items())
+            off = [abs(a - b) / a for a, b in zip(exact["losses"], ours["losses"], strict=True)]
+            print(
+                f"{name}: {len(off)} losses, bfloat16 here beside float32 on the CPU: worst {max(off):.1e}, last "
+                f"{ours['losses'][-1]:.4f} and {exact['losses'][-1]:.4f}",
+                flush=True,
+            )
+    for name in SPEED if "speed" in kinds else ():
+        found = _run("speed", name)
+        print(
+            f"{name} ({SPEED[name]}): {found['milliseconds']:.1f} ms, {found['tokens']:,.0f} tokens/s, "
+            f"{found['bytes'] / 1e9:.1f} GB at most, {found['compile']:.0f} s to the second step",
+            flush=True,
+        )
+    for name, compiled in (("mixtral", ""), ("llama", ""), ("llama", "compiled")) if "trainer" in kinds else ():
+        found = _run("trainer", name, compiled)
+        print(
+            f"transformers' Trainer, {name}{', torch.compile' * bool(compiled)}: {found['milliseconds']:.1f} ms, "
+            f"{found['tokens']:,.0f} tokens/s, {found['bytes'] / 1e9:.1f} GB at most",
+            flush=True,
+        )
+    return 0
+
+
+_PLACES = {"float32": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}, "bfloat16": {}}
+
+
+def _run(*words: str, environment: dict[str, str] | None = None) -> Any:
+    command = [sys.executable, __file__, "--row", *words]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **(environment or {})},
+            stdout=subprocess.PIPE,
+            check=False,
+            text=True,
+        )
+    if done.returncode:
+        print(f"{' '.join(words)}: failed\n{done.stdout[-1500:]}", flush=True)
+        raise SystemExit(1)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row(kind: str, words: list[str]) -> dict[str, Any]:
+    return {"gradients": gradients, "losses": losses, "speed": speed, "trainer": trainer}[kind](*words)
+
+
+def gradients(name: str) -> dict[str, Any]:
+    """Loss and gradients of the family's small model in float32, beside the plain model's on the CPU."""
+    from shardwright.scripts.measure import against_plain
+
+    against_plain.DEVICES = 1
+    case = against_plain.plain(name)
+    assert isinstance(case, against_plain.Plain), case
+    found = against_plain.compared(case, "fsdp=1", True)
+    return {"loss": math_or(found, "loss"), "worst": math_or(found, "worst"), "where": str(found.get("where", found))}
+
+
+def math_or(found: dict[str, Any], key: str) -> float:
+    return float(found.get(key, "nan"))
+
+
+def losses(name: str, dtype: str) -> dict[str, Any]:
+    """The losses of a recipe's own model over some steps."""
+    loop = _trained(RECIPES[name], f"dtype={dtype}", max_steps=STEPS, warmup_steps=5, logging_steps=1)
+    return {"losses": [entry["loss"] for entry in loop.state.log_history if "loss" in entry]}
+
+
+def speed(name: str) -> dict[str, Any]:
+    """Milliseconds and tokens/s of the median step, and the most memory in use."""
+    from shardwright.xla.program_cache import KEPT
+    from shardwright.xla.runtime import compile_seconds
+
+    model = name.partition(",")[0]
+    Path("config.json").write_text(json.dumps(MODELS[model]))
+    size: dict[str, Any] = {"sequence_length": LENGTH, "per_device_train_batch_size": ROWS, "max_steps": 20}
+    loop = _trained(RECIPES[model], SPEED[name], model="config.json", warmup_steps=5, logging_steps=4, **size)
+    # the first rate includes the compile
+    rate = statistics.median([e["tokens_per_second"] for e in loop.state.log_history if "tokens_per_second" in e][1:])
+    milliseconds = ROWS * LENGTH / rate * 1e3
+    return {
+        "milliseconds": milliseconds,
+        "tokens": rate,
+        "bytes": KEPT.most_memory() or 0,
+        "compile": compile_seconds(),
+    }
+
+
+def _trained(recipe: str, compute: str, **given: Any) -> Any:
+    """The loop of a run of scripts/train.py in this process, on one device."""
+    from shardwright import TrainingArguments, train
+
+    mesh = "fsdp=1,expert=1" if recipe == "mixtral_ep" else "fsdp=1"
+    # whole rows, as the Trainer's: what a row's documents don't see of each other is not computed
+    rest = {"eval_strategy": "no", "save_strategy": "no", "output_dir": "run", "isolate_documents": False}
+    return train(TrainingArguments(recipe=recipe, mesh=mesh, compute=compute, **{**rest, **given}))
+
+
+def trainer(name: str, compiled: str) -> dict[str, Any]:
+    """The same of transformers' Trainer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 100 * ROWS
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            tokens = torch.randint(0, 32000, (LENGTH,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": tokens, "labels": tokens}
+
+    class Clock(TrainerCallback):
+        seconds: ClassVar[list[float]] = []
+        begun = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            self.begun = time.monotonic()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            self.seconds.append(time.monotonic() - self.begun)
+
+    sizes = MODELS[name]
+    config, clock = AutoConfig.for_model(**{k: v for k, v in sizes.items() if k != "architectures"}), Clock()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    given: dict[str, Any] = {"per_device_train_batch_size": ROWS, "max_steps": 8, "bf16": True, "report_to": "none"}
+    given |= {"optim": "adamw_torch_fused", "torch_compile": bool(compiled), "save_strategy": "no"}
+    given |= {"gradient_checkpointing": name == "mixtral", "logging_steps": 100}  # without it Mixtral has no room
+    Trainer(model, TrainingArguments("run", **given), train_dataset=Rows(), callbacks=[clock]).train()
+    seconds = statistics.median(clock.seconds[3:])
+    most = torch.cuda.max_memory_allocated()
+    return {"milliseconds": seconds * 1e3, "tokens": ROWS * LENGTH / seconds, "bytes": most}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
