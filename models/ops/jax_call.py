@@ -9,6 +9,7 @@ it must be configured first.
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -32,6 +33,9 @@ from jax._src.lib import xla_client
 
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
+# Its package for CUDA, of which torch_xla takes the library alone, does not start without another one, and jax logs
+# that with a traceback (semi-private: jax/_src/xla_bridge.py, jax 0.7.1).
+logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin configuration" not in str(record.msg))
 
 Array = jax.Array
 jnp, lax = jax.numpy, jax.lax

@@ -32,6 +32,7 @@ from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import init_runtime
 
 DEVICES, ROWS, LENGTH = 8, 8, 32
+DTYPE: str | None = None  # of the compute; None: the devices' own
 TOLERANCE, MOST = 1e-5, 1e-3
 
 Tensors = dict[str, torch.Tensor]
@@ -123,7 +124,7 @@ def _job(facts: ModelFacts, mesh: str | None, scan: bool) -> Job:
     exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if facts.experts else {}
     if recipe.compute.experts == "dense":
         exact = {"router_loss": False}
-    recipe = replace(recipe, compute=replace(recipe.compute, remat="full", scan=scan, **exact))
+    recipe = replace(recipe, compute=replace(recipe.compute, remat="full", scan=scan, dtype=DTYPE, **exact))
     settings = Settings(recipe=recipe.name, sequence_length=LENGTH, per_device_train_batch_size=1)
     return Job(recipe, settings, DEVICES, facts)
 

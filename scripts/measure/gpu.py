@@ -114,7 +114,7 @@ def _run(*words: str, environment: dict[str, str] | None = None) -> Any:
         done = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
             stdout=subprocess.PIPE,
             check=False,
             text=True,
@@ -126,7 +126,9 @@ def _run(*words: str, environment: dict[str, str] | None = None) -> Any:
 
 
 def row(kind: str, words: list[str]) -> dict[str, Any]:
-    return {"gradients": gradients, "losses": losses, "speed": speed, "trainer": trainer}[kind](*words)
+    kinds: dict[str, Any] = {"gradients": gradients, "losses": losses, "speed": speed, "trainer": trainer}
+    found: dict[str, Any] = kinds[kind](*words)
+    return found
 
 
 def gradients(name: str) -> dict[str, Any]:
@@ -134,14 +136,12 @@ def gradients(name: str) -> dict[str, Any]:
     from shardwright.scripts.measure import against_plain
 
     against_plain.DEVICES = 1
+    against_plain.DTYPE = "float32"  # a GPU's own is bfloat16
     case = against_plain.plain(name)
     assert isinstance(case, against_plain.Plain), case
     found = against_plain.compared(case, "fsdp=1", True)
-    return {"loss": math_or(found, "loss"), "worst": math_or(found, "worst"), "where": str(found.get("where", found))}
-
-
-def math_or(found: dict[str, Any], key: str) -> float:
-    return float(found.get(key, "nan"))
+    loss, worst = (float(found.get(key, "nan")) for key in ("loss", "worst"))
+    return {"loss": loss, "worst": worst, "where": str(found.get("where", found))}
 
 
 def losses(name: str, dtype: str) -> dict[str, Any]:

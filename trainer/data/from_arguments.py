@@ -46,7 +46,7 @@ def stop_tokens(
     named: list[Any] = [config, config.get_text_config()]
     if model is not None:
         named.append(model.generation_config)
-    if args.model is not None:
+    if args.model is not None and Path(args.model).suffix != ".json":  # a config alone has no other files
         repository, revision = split(model_path(args.model))
         with contextlib.suppress(OSError):  # it need not have one
             named.append(GenerationConfig.from_pretrained(repository, revision=revision or "main"))

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
+from torch_xla import backends
 
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
@@ -22,7 +23,6 @@ from shardwright.models.ops.stored_layout import as_stored
 from shardwright.step.gradient_reduction import PartialGradient, token_axes
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, device_order
-from shardwright.xla.runtime import multiply_exactly
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,8 +33,9 @@ class Prepare:
     def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
         self.job, self.mesh, self.partials = job, mesh, partials
         self.dtype = DTYPES[job.recipe.compute.dtype or kernels().COMPUTE_DTYPE]
-        if self.dtype == torch.float32:
-            multiply_exactly()
+        if self.dtype == torch.float32 and jax_call.target() == "cuda":
+            # by default its factors are rounded to TF32's 10 bits
+            backends.set_mat_mul_precision("highest")
         self.experts_inside = experts_modules(job.assembled)
         self.biases = selection_biases(job.model, job.facts.experts)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 KIND = "CUDA"
+DEVICES = Path("/dev")
 LIBRARY = "xla_cuda_plugin.so"
 _PACKAGES = ("xla_cuda12", "xla_cuda13")  # of the namespace jax_plugins
 
@@ -19,7 +20,7 @@ _PACKAGES = ("xla_cuda12", "xla_cuda13")  # of the namespace jax_plugins
 def gpus() -> list[str]:
     """The NVIDIA GPUs that this process may use, by the names of their device files."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    found = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
     return found if chosen is None else found[: len([word for word in chosen.split(",") if word not in ("", "-1")])]
 
 

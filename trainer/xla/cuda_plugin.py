@@ -9,6 +9,10 @@ from torch_xla.experimental import plugins
 from shardwright.errors import UserError
 from shardwright.xla import cuda
 
+# The interface's versions of jax 0.7.1 and 0.7.2. Later compilers refuse the kernels of
+# `shardwright.models.ops.cuda_kernels` as jax 0.7.1 writes them: that of jax-cuda12-pjrt 0.9.2 (0.100) was the first
+# tried; nothing is known of 0.8.
+_VERSIONS = ((0, 75), (0, 76))
 _SHARE = 0.92  # of a GPU's memory, taken at the start; the rest is for CUDA's libraries and a desktop
 
 
@@ -29,6 +33,18 @@ class CudaPlugin(plugins.DevicePlugin):
         # xla/pjrt/plugin/xla_gpu/xla_gpu_client_options.h; the variable is jax's
         share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
         return {"platform_name": "cuda", "memory_fraction": float(share) if share else _SHARE}
+
+
+def check(version: tuple[int, int]) -> None:
+    """Raises UserError for a plugin whose compiler does not read our kernels."""
+    if version not in _VERSIONS:
+        known = " and ".join(".".join(map(str, pair)) for pair in _VERSIONS)
+        raise UserError(
+            asked=f"NVIDIA GPUs through {cuda.library()}",
+            found=f"a plugin of version {'.'.join(map(str, version))} of PJRT's interface",
+            why=f"the kernels for GPUs are written by jax 0.7.1, and compilers of {known} are known to read them",
+            instead="pip install jax-cuda12-pjrt==0.7.1, which pip install -e '.[cuda]' brings",
+        )
 
 
 def register() -> None:

@@ -41,7 +41,7 @@ def init_runtime() -> str:
     kind = _prepare()
     count = _open(kind)
     if kind == cuda.KIND:
-        return f"{count} GPU{'s' * (count > 1)} ({xm.xla_device_kind()})"
+        return f"{count} NVIDIA GPU{'s' * (count > 1)}"
     if kind != "CPU":
         return f"{count} {kind} devices"
     if count != int(os.environ["CPU_NUM_DEVICES"]):
@@ -102,12 +102,6 @@ def compile_seconds() -> float:
 def chip() -> Chip | None:
     """The TPU generation of this process's devices; None for other devices and unknown generations."""
     return _chip_on_the_bus() if device_kind() == "TPU" else None
-
-
-def multiply_exactly() -> None:
-    """Makes a GPU multiply float32 numbers as such from now on: by default it rounds factors to TF32's 10 bits."""
-    if device_kind() == cuda.KIND:
-        torch_xla.backends.set_mat_mul_precision("highest")
 
 
 def watch_for_preemption() -> bool:
@@ -196,7 +190,10 @@ def _fit(kind: str, library: str) -> None:
     if _FITTED:
         return
     try:
-        _FITTED.extend(lengthen(Table(library)))
+        table = Table(library)
+        if kind == cuda.KIND:
+            cuda_plugin.check(table.version)
+        _FITTED.extend(lengthen(table))
     except OSError:
         return  # opening the devices will fail with a message
     except PjrtError as error:
