@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.job import Job
+from shardwright.layout.auto import UNMADE, auto_recipe
 from shardwright.layout.copies import fitted
 from shardwright.layout.load_recipe import load_recipe, shipped_recipes
 from shardwright.layout.mesh import Mesh
@@ -17,6 +18,7 @@ from shardwright.layout.placement import Shard
 from shardwright.layout.plan import make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.meta_model import load_config, meta_model
+from shardwright.models.experts.expert_families import experts_modules
 from tests.support.paths import ROOT
 
 # recipe → real model → the devices that a copy is sharded over, of 1,024 and of 4,096
@@ -48,6 +50,15 @@ def small(words: int) -> nn.Module:
         return Small(words)
 
 
+def of_real_width(model: str, written: Recipe) -> PreTrainedModel:
+    """The real model's first four layers, on meta, in which all kinds of its layers are."""
+    config = load_config(str(ROOT / f"docs/configs/{model}.json"), written)
+    config.num_hidden_layers = 4
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:4]
+    return meta_model(config)
+
+
 def recipe(**axes: int) -> Recipe:
     cut = {"fsdp": Shard(0), "expert": Shard(0)}
     parameters = {"embed.weight": cut, "head.weight": cut, "head.bias": {}}
@@ -59,7 +70,7 @@ def recipe(**axes: int) -> Recipe:
 def test_every_recipe_lays_out_its_real_model_on_1024_and_4096_devices(name: str) -> None:
     for model, spans in REAL[name].items():
         written = load_recipe(name)
-        real = meta_model(load_config(str(ROOT / f"docs/configs/{model}.json"), written))
+        real = of_real_width(model, written)
         for devices, span in zip((1024, 4096), spans, strict=True):
             used, why = fitted(written, real, devices)
             plan = make_plan(used, real, devices)
@@ -123,3 +134,14 @@ def test_a_job_is_laid_out_so_and_says_why() -> None:
     assert job.rows == 128
     assert job.as_texts()["recipe.json"]["mesh"]["axes"] == {"data": 2, "fsdp": -1}
     assert Job.resolve(args, lambda: 64, config=config).copies == ""
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("gpt_oss_120b", {"data": 4, "fsdp": 64, "expert": 4}),
+                                             ("gemma3_27b", {"data": 4, "fsdp": 256}),
+                                             ("mixtral_8x7b", {"fsdp": 256, "expert": 4})])  # fmt: skip
+def test_the_recipe_made_for_a_model_has_copies_where_they_leave_less_on_a_device(model, mesh) -> None:
+    real = of_real_width(model, UNMADE)
+    made = auto_recipe(real, experts_modules(real), devices=1024).recipe
+    plan, fewer = make_plan(made, real, 1024), auto_recipe(real, experts_modules(real), devices=256).recipe
+    assert plan.mesh == mesh
+    assert sum(plan.totals.values()) <= sum(make_plan(fewer, real, 256).totals.values())

@@ -18,7 +18,7 @@ from shardwright.layout.recipe import Layout, Recipe, matches
 Shards = Mapping[str, Shard]  # a layout's axes that split a dimension, in mesh order
 # Devices of a copy at least. Where shapes don't divide over fewer, the line is to be mended: few devices have no memory
 # for copies. The vocabularies of today's families divide by 64.
-_LEAST = 64
+COPY = 64
 
 
 def undivided(
@@ -42,12 +42,13 @@ def copies_of(
     They are taken from the axis whose size is left to the number of devices (-1), or else from the largest of the
     batch; a recipe with an axis ``data`` of its own is left as it is.
     """
-    rest = [axis for axis, size in recipe.mesh.axes.items() if size == -1] or sorted(recipe.batch, key=sizes.__getitem__)
-    if DATA in sizes or not rest or rest[-1] not in recipe.batch:
+    left = next((axis for axis, size in recipe.mesh.axes.items() if size == -1), None)
+    axis = left or max(recipe.batch, key=sizes.__getitem__, default=None)
+    if DATA in sizes or axis not in recipe.batch:
         return None
-    axis, devices = rest[-1], math.prod(sizes.values())
+    devices = math.prod(sizes.values())
     inside = sizes[axis] // recipe.mesh.dcn[axis]  # copies are of one slice, or of several whole ones
-    for copies in range(2, min(inside, devices // _LEAST) + 1):
+    for copies in range(2, min(inside, devices // COPY) + 1):
         if inside % copies == 0 and not undivided(names, layouts, in_copies(sizes, axis, copies)):
             return in_copies(sizes, axis, copies)
     return None
@@ -59,7 +60,7 @@ def fitted(recipe: Recipe, model: nn.Module, devices: int) -> tuple[Recipe, str]
     A recipe that fits, and one whose axes all have sizes, is left as it is. Raises UserError if the mesh does not fit
     the devices; what no copies mend is left to `shardwright.layout.plan.make_plan`.
     """
-    if devices < 2 * _LEAST or -1 not in recipe.mesh.axes.values():
+    if devices < 2 * COPY or -1 not in recipe.mesh.axes.values():
         return recipe, ""
     mesh = recipe.mesh.sizes(devices)
     names = dict(model.named_parameters(remove_duplicate=False))

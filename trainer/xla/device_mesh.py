@@ -77,7 +77,7 @@ def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
             asked=f"{mesh}: DCN factors for {asked} slices",
             found=f"the devices form {slices} slices",
             why="only devices of one slice are joined by ICI",
-            instead=_joined(mesh, len(indices), slices) if slices > 1 else "no dcn=, and these factors in the axes' own sizes",
+            instead="no dcn=, and these factors in the axes' own sizes" if slices == 1 else _joined(mesh, indices),
         )
     if len(set(sizes.values())) > 1:
         raise UserError(
@@ -88,9 +88,9 @@ def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
         )
 
 
-def _joined(mesh: Mesh, devices: int, slices: int) -> str:
-    """The ways to lay out ``mesh`` on slices, for a message."""
-    sizes = mesh.sizes(devices)
+def _joined(mesh: Mesh, indices: Sequence[int]) -> str:
+    """The ways to lay out ``mesh`` on devices of these slices, for a message."""
+    sizes, slices = mesh.sizes(len(indices)), len(set(indices))
     axis = next((axis for axis, size in sizes.items() if size % slices == 0), None)
     ways = [f"dcn={{{next(iter(sizes))!r}: {slices}}} on the axis that communicates least"]
     if axis is not None and DATA not in sizes:
