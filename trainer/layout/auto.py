@@ -131,13 +131,9 @@ def _with_copies(grid: Mesh, model: PreTrainedModel, roles: Roles, devices: int)
         named = {name: (p.numel(), lines[collapse(name)].layout) for name, p in model.named_parameters()}
         return sum(count // math.prod(sizes[axis] for axis in layout) for count, layout in named.values())
 
-    counts = (2**power for power in range(1, devices.bit_length()))
-    copied = [Mesh(data=n, **grid.axes) for n in counts if devices // n >= COPY and devices % (n * _fixed(grid)) == 0]
-    return min([grid, *copied], key=held)
-
-
-def _fixed(grid: Mesh) -> int:
-    return math.prod(size for size in grid.axes.values() if size != -1)
+    rest, powers = grid.sizes(devices)["fsdp"], (2**n for n in range(1, devices.bit_length()))
+    counts = [count for count in powers if rest % count == 0 and devices // count >= COPY]
+    return min([grid, *(Mesh(dcn=None, data=count, **grid.axes) for count in counts)], key=held)
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:
