@@ -48,6 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     from shardwright.layout.auto import UNMADE, auto_recipe
+    from shardwright.layout.copies import fitted
     from shardwright.layout.load_recipe import load_recipe
     from shardwright.layout.plan_table import print_plan
     from shardwright.layout.plan_warnings import plan_warnings
@@ -67,12 +68,13 @@ def main() -> None:
         recipe = load_recipe(arguments.recipe)
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
         facts = facts_of(load_config(arguments.model, recipe), arguments.train_mtp)
+    recipe, copies = fitted(recipe, facts.model, arguments.devices)
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
     options["train_mtp"] = arguments.train_mtp
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
     plan = plan_of(recipe, facts, lora_of(args, facts), arguments.devices, args)
-    warnings = list(plan_warnings(plan))
+    warnings = list(filter(None, (copies, *plan_warnings(plan))))
     if args.max_steps > 0 and (notice := args.schedule(peak=1.0).notice):
         warnings.append(f"learning rate: {notice}")
     if arguments.json:

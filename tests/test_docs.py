@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from shardwright.arguments.training import TrainingArguments
+from shardwright.layout.copies import fitted
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import make_plan
 from shardwright.model.facts import facts_of
@@ -45,6 +46,7 @@ NAMED = {
     "DeepSeek-V3": "deepseek_v3",
     "GPT-OSS-120B": "gpt_oss_120b",
     "Gemma-3-27B": "gemma3_27b",
+    "Kimi-K2": "kimi_k2",
     "Llama-3-70B": "llama3_70b",
     "Llama-4-Scout": "llama4_scout",
     "Mixtral-8x7B": "mixtral_8x7b",
@@ -106,7 +108,8 @@ def test_a_recipes_memory_is_what_its_plan_prints(path: Path) -> None:
     recipe, text = load_recipe(path.stem), path.read_text(encoding="utf-8")
 
     def held(model: str | None, devices: int) -> str:
-        plan = make_plan(recipe, facts_of(load_config(model, recipe)).model, devices)
+        real = facts_of(load_config(model, recipe)).model
+        plan = make_plan(fitted(recipe, real, devices)[0], real, devices)
         return size(sum(plan.totals.values()), decimals=2)
 
     (own,) = re.findall(r"memory: +([\d.]+ MiB) a device for weights, gradients and AdamW state", text)

@@ -21,6 +21,7 @@ from shardwright.errors import UserError
 from shardwright.files.hub_names import pinned
 from shardwright.hosts.versions import versions
 from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
+from shardwright.layout.copies import fitted
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
@@ -40,7 +41,8 @@ class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
     A neighbour shares the model's facts, and with them all that was tried with it. ``recipe`` has the overrides of
-    ``args``: ``--mesh``, ``--compute``, ``--bf16``.
+    ``args``: ``--mesh``, ``--compute``, ``--bf16``; and the axis ``data`` that it was given to fit so many devices,
+    for which ``copies`` has the reason.
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -50,6 +52,7 @@ class Job:
     args: Settings
     devices: int
     facts: ModelFacts = field(repr=False)
+    copies: str = ""
 
     @classmethod
     def resolve(
@@ -70,7 +73,8 @@ class Job:
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
-        return cls(written or _made_recipe(args, facts, devices), settings, devices, facts)
+        used, copies = fitted(written or _made_recipe(args, facts, devices), facts.model, devices)
+        return cls(used, settings, devices, facts, copies)
 
     def __post_init__(self) -> None:
         model_checks.check_model(self.recipe, self.args, self.facts)

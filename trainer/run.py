@@ -358,7 +358,7 @@ def _load_data(start: Start, console: Console) -> Corpus:
 def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
     say(console, f"devices: {runtime.init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
-    for text in plan_warnings(job.plan):
+    for text in filter(None, (job.copies, *plan_warnings(job.plan))):
         say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:

@@ -14,6 +14,7 @@ def step(recipe: str, model: str, topology: str, batch: int, *more: str, length:
 
 _MIXTRAL, _LLAMA70, _QWEN = "mixtral_8x7b", "llama3_70b", "qwen3_30b_a3b"
 _MIXTRAL2, _MIXTRAL4 = f"{_MIXTRAL},num_hidden_layers=2", f"{_MIXTRAL},num_hidden_layers=4"
+_LLAMA2 = "llama3_8b,num_hidden_layers=2"
 LLAMA8 = f"{_LLAMA70},num_hidden_layers=32,hidden_size=4096,intermediate_size=14336,num_attention_heads=32"
 _LAYER = (  # of Llama-3-8B's width
     f"{_LLAMA70},num_hidden_layers=1,hidden_size=4096,intermediate_size=4096,num_attention_heads=32,vocab_size=256,"
@@ -194,6 +195,10 @@ TABLES: dict[str, dict[str, str]] = {
     "depth": {
         f"{layers} layers": step("llama_fsdp", f"llama3_70b,num_hidden_layers={layers}", _V5P, 2)
         for layers in (4, 32, 80)
+    },
+    "large_slices": {
+        "2 layers of Llama-3-8B, v5p:8x8x16": step("llama_fsdp", _LLAMA2, "v5p:8x8x16", 1, _TRAIN, length=2048),
+        "Llama-3-70B, 4 × v6e:16x16": step("llama_fsdp", _LLAMA70, "v6e:16x16", 1, "--slices 4", _TRAIN),
     },
     "optimizers": {
         optim: step("llama_fsdp", "llama3_8b", _V5P8, 1, _TRAIN, f"--optim {optim}")

@@ -19,6 +19,14 @@ def test_an_axis_has_ici_times_dcn_devices():
     assert mesh.dcn == {"data": 2, "fsdp": 1, "expert": 1}
 
 
+def test_copies_lie_on_slices_each_where_no_factor_says_otherwise():
+    assert Mesh(data=4, fsdp=-1).over_slices(2) == Mesh(data=2, fsdp=-1, dcn={"data": 2})
+    assert Mesh(data=-1, fsdp=4).over_slices(2).sizes(16) == {"data": 4, "fsdp": 4}
+    for mesh in (Mesh(fsdp=-1), Mesh(data=3, fsdp=-1), Mesh(data=2, fsdp=2, dcn={"fsdp": 2})):
+        assert mesh.over_slices(2) is mesh
+    assert (mesh := Mesh(data=2, fsdp=-1)).over_slices(1) is mesh
+
+
 @pytest.mark.parametrize(
     ("mesh", "devices", "fits"),
     [

@@ -203,7 +203,21 @@ def test_any_recipe_takes_an_axis_that_splits_rows():
     assert (found.optional, found.batch) == (layouts["optional"], ("fsdp",))
 
 
-@pytest.mark.parametrize("text", ["fsdp=2", "fsdp=2,expert=4,data=1", "fsdp=2,experts=4", "fsdp=two,expert=4", "",
+def test_any_recipe_takes_an_axis_of_copies_outermost_and_beside_one_that_splits_rows():
+    written = recipe(activations={"w": {"fsdp": Shard(0)}}, mesh=Mesh(fsdp=-1, expert=4, dcn={"fsdp": 2}))
+    found = written.with_mesh("fsdp=-1,expert=2,data=4")
+    assert list(found.mesh.axes.items()) == [("data", 4), ("fsdp", -1), ("expert", 2)]
+    assert found.mesh.dcn == {"data": 1, "fsdp": 2, "expert": 1}
+    assert found.batch == ("data", *written.batch)
+    assert found.activations == {"w": {"data": Shard(0), "fsdp": Shard(0)}}
+    assert (found.parameters, found.optional) == (written.parameters, written.optional)
+    both = written.with_mesh("data=2,fsdp=2,sequence=2,expert=1")
+    assert list(both.mesh.axes) == ["data", "fsdp", "expert", "sequence"]
+    assert both.activations == {"w": {"data": Shard(0), "fsdp": Shard(0), "sequence": Shard(1)}}
+    assert both.parameters == {"w": {"fsdp": Shard(0), "sequence": Shard(0)}}
+
+
+@pytest.mark.parametrize("text", ["fsdp=2", "fsdp=2,expert=4,inner=1", "fsdp=2,experts=4", "fsdp=two,expert=4", "",
                                   "fsdp=2,expert=4,fsdp=1", "fsdp=2,expert=²"])  # fmt: skip
 def test_another_mesh_with_other_axes_is_refused_with_an_example(text):
     with pytest.raises(UserError, match="fsdp=-1,expert=4"):

@@ -113,7 +113,7 @@ def test_scan_remat_and_experts_change_no_number(compute):
     check_gradients(make_case("mixtral_ep", config, **compute))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=1,expert=8", "fsdp=4,expert=2", "fsdp=8,expert=1"])
+@pytest.mark.parametrize("mesh", ["fsdp=1,expert=8", "fsdp=4,expert=2", "fsdp=8,expert=1", "data=2,fsdp=2,expert=2"])
 def test_meshes_that_differ_only_in_factors_agree(mesh):
     check_gradients(make_case("mixtral_ep", one_layer("mixtral_ep"), mesh=mesh, **PLAIN_LAYERS))
 

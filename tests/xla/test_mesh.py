@@ -63,6 +63,7 @@ def test_slices_are_the_outer_part_of_the_mesh_and_each_is_laid_out_by_its_own_l
     tpus(both)
     mesh = build_mesh(Mesh(data=1, fsdp=-1, dcn={"data": 2}))
     assert mesh.device_ids.reshape(2, 4).tolist() == [RING, [4 + i for i in RING]]
+    assert build_mesh(Mesh(data=2, fsdp=-1)).device_ids.tolist() == mesh.device_ids.tolist()
     mesh = build_mesh(Mesh(data=2, fsdp=-1, dcn={"fsdp": 2}))
     assert [sorted(row) for row in mesh.device_ids.reshape(2, 2, 2)[:, 0].tolist()] == [[0, 1], [2, 3]]
 
@@ -79,6 +80,11 @@ CANT_BE = {
         [*chips(1, 2, 2, slice_index=0), *chips(1, 2, 2, first=4, slice_index=1)],
         Mesh(data=1, fsdp=-1),
         r"form 2 slices[\s\S]*dcn=\{'data': 2\}",
+    ),
+    "slices of a recipe without copies": (
+        [*chips(1, 2, 2, slice_index=0), *chips(1, 2, 2, first=4, slice_index=1)],
+        Mesh(fsdp=-1),
+        r"--mesh data=2,fsdp=4, a copy of the model on each slice; or dcn=\{'fsdp': 2\}",
     ),
     "slices that are not there": (chips(1, 4, 2), DATA2, "form 1 slices[\\s\\S]*no dcn="),
     "one slice with an index for two": (chips(1, 4, 2, slice_index=0), DATA2, "form 1 slices[\\s\\S]*no dcn="),

@@ -74,7 +74,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
                 instead="a file in a folder that exists",
             )
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
-    for text in plan_warnings(job.job.plan):
+    for text in filter(None, (job.job.copies, *plan_warnings(job.job.plan))):
         say(console, f"plan:    {text}")
     for text in job.job.notices:
         say(console, f"layers:  {text}")

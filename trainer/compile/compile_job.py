@@ -70,7 +70,7 @@ class CompileJob:
         """
         job, options, where = self.job, self.options, self.where
         crossed = [axis for name in job.facts.experts[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
-        dcn = job.recipe.mesh.dcn
+        dcn = job.recipe.mesh.over_slices(where.slices).dcn
         target = CompileTarget(
             topology=where.name,
             slices=where.slices,

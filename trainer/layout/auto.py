@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError, did_you_mean
+from shardwright.layout.copies import COPY
 from shardwright.layout.mesh import SEQUENCE, Mesh
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Placement, Shard
@@ -26,6 +27,7 @@ AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # a stand-in until there is a model
 AXES = ("data", "fsdp", "inner", "expert", "tensor", SEQUENCE)  # from the one that communicates least
 _EXPERT_AXIS = 4  # the default size, at most
+_MOST = 256  # devices; beyond, dimensions that divide no further would be left whole
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,16 @@ def auto_recipe(
     Args:
         experts: the names of its modules that hold experts (`shardwright.model.facts.experts_modules`).
         mesh: axes and ICI factors such as ``fsdp=2,expert=4``; those of size 1 are left out. None: experts over
-            ``expert`` if there are any, all else over ``fsdp``.
+            ``expert`` if there are any, all else over ``fsdp``; and beyond 256 devices as many copies (``data``) as
+            leave least on a device.
         devices: their number, so that only divisible dimensions are cut. None: all are taken to be divisible.
 
     Raises UserError for an unknown axis, sizes that don't fit the devices, or an axis for experts where there are none.
     """
     roles = Roles(model, experts)
     grid = _mesh(mesh, roles.count, devices)
+    if mesh is None and devices and devices > _MOST:
+        grid = _with_copies(grid, model, roles, devices)
     sizes = grid.sizes(devices) if devices else {axis: max(size, 1) for axis, size in grid.axes.items()}
     split = {axis: Shard(1 if axis == SEQUENCE else 0) for axis in grid.axes if axis != "tensor"}
     lines = shared_patterns(_layouts(model, roles, sizes))
@@ -115,6 +120,20 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
             instead="fsdp in its place",
         )
     return Mesh(dcn=None, **({axis: axes[axis] for axis in AXES if axes.get(axis, 1) != 1} or {"fsdp": 1}))
+
+
+def _with_copies(grid: Mesh, model: PreTrainedModel, roles: Roles, devices: int) -> Mesh:
+    """``grid``, or with an outermost axis ``data`` so long that fewest parameters lie on a device."""
+
+    def held(tried: Mesh) -> int:
+        sizes = tried.sizes(devices)
+        lines = _layouts(model, roles, sizes)
+        named = {name: (p.numel(), lines[collapse(name)].layout) for name, p in model.named_parameters()}
+        return sum(count // math.prod(sizes[axis] for axis in layout) for count, layout in named.values())
+
+    rest, powers = grid.sizes(devices)["fsdp"], (2**n for n in range(1, devices.bit_length()))
+    counts = [count for count in powers if rest % count == 0 and devices // count >= COPY]
+    return min([grid, *(Mesh(dcn=None, data=count, **grid.axes) for count in counts)], key=held)
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:

@@ -10,6 +10,8 @@ from shardwright.errors import UserError, did_you_mean
 
 # the axis that splits the tokens of each row, in any recipe whose mesh has it
 SEQUENCE = "sequence"
+# the axis along which each device has a copy of the model, and rows of its own
+DATA = "data"
 
 
 @dataclass(frozen=True, init=False)
@@ -80,6 +82,13 @@ class Mesh:
         """Devices along each axis (ICI × DCN), in order, with -1 resolved; raises as :meth:`ici_sizes`."""
         return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
 
+    def over_slices(self, slices: int) -> Mesh:
+        """This mesh, its axis ``data`` over ``slices`` slices where no DCN factor says otherwise and they divide it."""
+        size = self.axes.get(DATA, 1)
+        if math.prod(self.dcn.values()) > 1 or slices < 2 or (size != -1 and size % slices):
+            return self
+        return Mesh(dcn={DATA: slices}, **{**self.axes, DATA: size if size == -1 else size // slices})
+
     def _that_fits(self, devices: int) -> Mesh:
         """The nearest mesh of the same axes for exactly ``devices`` devices."""
         left, dcn, ici = max(devices, 1), {}, {}
@@ -91,6 +100,11 @@ class Mesh:
             ici[axis] = 1 if axis == rest else math.gcd(size, left)
             left //= ici[axis]
         return Mesh(dcn=dcn, **{axis: left if axis == rest else ici[axis] for axis in self.axes})
+
+
+def in_copies(sizes: Mapping[str, int], axis: str, copies: int) -> dict[str, int]:
+    """``sizes`` with an outermost axis ``data`` of ``copies``, which are taken from ``axis``."""
+    return {DATA: copies, **sizes, axis: sizes[axis] // copies}
 
 
 def check_axis(axis: str, known: Iterable[str], where: str) -> None:

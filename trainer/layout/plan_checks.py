@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.layout.placement import Shard
+from shardwright.layout.copies import Shards, copies_of, undivided
+from shardwright.layout.mesh import DATA
 from shardwright.layout.recipe import Layout, Recipe, layout_text, matches
 
-Shards = Mapping[str, Shard]  # a layout's axes that split a dimension, in mesh order
 _LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe's message lists all
 
 
@@ -98,21 +98,18 @@ def check_divisible(
 
     The error lists all parameters that fail, with remedies for the first.
     """
-    bad: dict[str, tuple[int, list[str]]] = {}
-    for name, parameter in names.items():
-        for dim, size in enumerate(parameter.shape):
-            axes = [axis for axis, shard in layouts[name].items() if shard.dim == dim]
-            if size % math.prod(mesh[axis] for axis in axes):
-                bad.setdefault(name, (dim, axes))
+    bad = undivided(names, layouts, mesh)
     if not bad:
         return
     name, (dim, axes) = next(iter(bad.items()))
-    shape = tuple(names[name].shape)
+    shape, sizes = tuple(names[name].shape), copies_of(recipe, names, layouts, mesh)
+    text = ",".join(f"{axis}={size}" for axis, size in (sizes or {}).items())
+    copied = [f"--mesh {text}, which is {sizes[DATA]} copies of the model"] if sizes else []
     raise UserError(
         asked=f"recipe {recipe.name}: dimension {dim} of {name} over {' × '.join(f'{a}={mesh[a]}' for a in axes)}",
         found=_listing({other: f"of shape {list(names[other].shape)}" for other in bad}),
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
-        instead="; or ".join(_remedies(shape, dim, axes, layouts[name], mesh)),
+        instead="; or ".join([*copied, *_remedies(shape, dim, axes, layouts[name], mesh)]),
     )
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from shardwright.errors import UserError, did_you_mean
-from shardwright.layout.mesh import SEQUENCE, Mesh, check_axis
+from shardwright.layout.mesh import DATA, SEQUENCE, Mesh, check_axis
 from shardwright.layout.placement import Placement, Replicate, Shard
 
 Layout = Mapping[str, Placement]  # axis -> placement, of one tensor
@@ -155,8 +155,9 @@ class Recipe:
     def with_mesh(self, text: str) -> Recipe:
         """This recipe with other ICI factors, e.g. ``fsdp=2,expert=4``. Axes keep their order and DCN factors.
 
-        An axis ``sequence``, which splits the tokens of each row, may be named though the recipe lacks it. Raises
-        UserError if ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
+        An axis ``sequence``, which splits the tokens of each row, and an axis ``data``, along which the model is
+        copied, may be named though the recipe lacks them. Raises UserError if ``text`` is not ``axis=size,...``, or
+        names other axes than the recipe's.
         """
         pairs = [part.split("=") for part in text.split(",")]
         # nine digits are more devices than there are, and Python refuses to read thousands
@@ -164,6 +165,8 @@ class Recipe:
         sizes = {pair[0].strip(): int(pair[1]) for pair in pairs} if whole else {}
         if SEQUENCE in sizes and SEQUENCE not in self.mesh.axes:
             return self._with_split_rows().with_mesh(text)
+        if DATA in sizes and DATA not in self.mesh.axes:
+            return self.with_copies(1).with_mesh(text)
         if sizes.keys() != self.mesh.axes.keys() or len(pairs) > len(sizes):
             wrong = next((axis for axis in sizes if axis not in self.mesh.axes), None)
             raise UserError(
@@ -188,6 +191,21 @@ class Recipe:
         activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
         mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         return replace(self, mesh=mesh, parameters=parameters, optional=optional, activations=activations)
+
+    def with_copies(self, count: int) -> Recipe:
+        """This recipe with an outermost axis ``data`` of ``count`` copies of the model, each with rows of its own.
+
+        Known as HSDP: within a copy parameters lie as the recipe says, and gradients are summed over copies. The axis
+        also splits the activations that the first batch axis splits.
+        """
+        first = self.batch[0] if self.batch else DATA
+
+        def cut(layout: Layout) -> Layout:
+            return {DATA: layout[first], **layout} if first in layout else layout
+
+        activations = {pattern: cut(layout) for pattern, layout in self.activations.items()}
+        mesh = Mesh(dcn=self.mesh.dcn, **{DATA: count}, **self.mesh.axes)
+        return replace(self, mesh=mesh, batch=(DATA, *self.batch), activations=activations)
 
     def with_head(self, names: Collection[str], inside: str) -> Recipe:
         """This recipe for a decoder, whose ``names`` of parameters begin with ``inside``, under another head.
