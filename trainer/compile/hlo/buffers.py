@@ -40,10 +40,7 @@ def peak_buffers(assignment: str) -> str:
             place = len(allocations), int(found[3]), int(found[2])
             (arguments if argument else values).append(_BufferValue(name, int(found[2]), place))
     held = {value.place: value for value in reversed(arguments)}  # of an allocation the first, the argument itself
-    if _RANGE.search(assignment):
-        values = _alive_at_peak(assignment, values)
-    else:
-        values = _side_by_side(values)
+    values = _alive_at_peak(assignment, values) if _RANGE.search(assignment) else _side_by_side(values)
     alive = {value.place: value for value in reversed(values)}
     lines = [f"    {value.name}: {value.bytes} bytes" for value in (*alive.values(), *held.values())]
     return "\n".join([*allocations, "peak:", *lines])
