@@ -140,7 +140,7 @@ def test_a_tpu_vm_without_an_image_gets_the_code_and_trains_with_what_it_install
     assert (host / "out" / "checkpoint-2").is_dir()
     installed = (host / "uv.log").read_text().splitlines()
     assert [line.split()[0] for line in installed] == ["venv", "pip"], "once"
-    assert {"torch==2.9.0", "torch_xla[tpu]==2.9.0"} <= set((host / "needs.txt").read_text().split("\n"))
+    assert {"torch==2.9.0", "libtpu==0.0.52"} <= set((host / "needs.txt").read_text().split("\n"))
 
 
 def test_a_tpu_vms_containers_share_the_staging_folder_with_the_host():
