@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardwright.errors import UserError
 from shardwright.launch import xpk
+from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_command import write
 from shardwright.launch.launch_plan import script
 from shardwright.launch.request import IMAGE_FOLDER
-from shardwright.launch.targets import TARGETS
+from shardwright.launch.targets import TARGETS, read_request
 from tests.support.launching import planned, request, stand_in
 from tests.support.lives import tiny_run, write_text
 from tests.support.paths import ROOT
@@ -138,7 +140,7 @@ def test_a_tpu_vm_without_an_image_gets_the_code_and_trains_with_what_it_install
     assert (host / "out" / "checkpoint-2").is_dir()
     installed = (host / "uv.log").read_text().splitlines()
     assert [line.split()[0] for line in installed] == ["venv", "pip"], "once"
-    assert {"torch==2.9.0", "torch_xla[tpu]==2.9.0"} <= set((host / "needs.txt").read_text().split("\n"))
+    assert {"torch==2.9.0", "libtpu==0.0.52"} <= set((host / "needs.txt").read_text().split("\n"))
 
 
 def test_a_tpu_vms_containers_share_the_staging_folder_with_the_host():
@@ -189,6 +191,19 @@ def test_tpu_vms_are_queued_by_their_size_and_every_host_is_started(topology, sl
     assert wait == ["bash", "wait.sh"]
     for command in (copy, start):
         assert {"--node=all", "--worker=all"} <= set(command)
+
+
+@pytest.mark.parametrize("target", ["tpu-vm", "skypilot", "ray"])
+def test_a_generation_without_tpu_vms_is_refused_where_they_are_started(target):
+    needed = dict.fromkeys(TARGETS[target].needs, "any")
+    with pytest.raises(UserError, match="tpu7x, which has no TPU VMs") as error:
+        read_request(target, LaunchArguments(topology="tpu7x:2x2x2", **needed), ["--recipe", "mixtral_ep"])
+    assert "jobset" in error.value.instead
+
+
+def test_xpk_is_given_the_slices_shape():
+    (command,) = planned("xpk", "tpu7x:4x4x4").commands
+    assert command[command.index("--tpu-type") + 1] == "tpu7x-4x4x4"
 
 
 def test_skypilot_runs_the_images_python_on_tpus_of_that_size_with_a_bucket_mounted():

@@ -100,7 +100,9 @@ class Counter:
             cost = Cost(loops={instruction.op_name or instruction.name: trips} if assumed else {})
             cost.add(self.computation(*self.module.called(instruction)), trips)
             return cost
-        if instruction.opcode in ("conditional", "call", "call-start", "async-start"):
+        # a newer libtpu wraps what it gives to the sparse cores in a custom call
+        wraps = instruction.opcode == "custom-call" and ", called_computations={" in instruction.attributes
+        if wraps or instruction.opcode in ("conditional", "call", "call-start", "async-start"):
             return max(map(self.computation, self.module.called(instruction)), key=lambda c: (c.cycles, c.flops))
         return self.own(computation, instruction)
 
@@ -163,7 +165,9 @@ class Counter:
     def end(self, computation: Computation, start: Instruction) -> Instruction | None:
         """The instruction that awaits ``start``, None if it isn't asynchronous."""
         if start.opcode != "fusion":
-            return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
+            users = computation.users.get(start.name, [])
+            updates = (self.end(computation, user) for user in users if user.opcode.endswith("-update"))
+            return next((user for user in users if user.opcode.endswith("-done")), None) or next(updates, None)
         chain = self._chain(start, "AsyncCollectiveStart")
         later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
         return next((i for i in later if i.opcode == "fusion" and self._chain(i, "AsyncCollectiveDone") == chain), None)
