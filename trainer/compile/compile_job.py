@@ -11,7 +11,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.libtpu import CompileTarget, compile_for
 from shardwright.compile.lowering import graphs_of, lower, shorter_steps
-from shardwright.compile.report.estimate import efficiencies
+from shardwright.compile.report.estimate import given_efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
@@ -32,7 +32,7 @@ class CompileJob:
     def of(cls, args: TrainingArguments, options: CompileArguments) -> CompileJob:
         """The job of ``args``; raises UserError for a bad slice or efficiency, arguments, recipe, model or prompts."""
         where = find_topology(str(options.topology), options.slices)
-        efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
+        given_efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
         job = Job.resolve(args, lambda: where.devices)
         if args.sample_prompts is not None:
             expected_shape(job)  # as are bad prompts
@@ -83,6 +83,7 @@ class CompileJob:
             exchange=crossed[0] if crossed else None,
             tokens=job.tokens,
             efficiency=options.efficiency,
+            traced_layers=0 if job.recipe.compute.scan else job.config.get_text_config().num_hidden_layers,
         )
         given = (f"{name}={value}" for name, value in target.flags.items())
         flags = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), *given])

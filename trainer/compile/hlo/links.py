@@ -33,7 +33,6 @@ class Links:
     topology: Topology
     ici: Sequence[int]  # factor of each axis within a slice, in mesh order
     dcn: Sequence[int]  # and over slices
-    efficiency: tuple[float, float] = (1.0, 1.0)  # reached part of the bandwidth of ICI and of DCN
 
     @cached_property
     def coordinates(self) -> list[tuple[int, ...]]:
@@ -61,11 +60,14 @@ class Links:
         return found
 
     def seconds(self, kind: str, network: str, group: Sequence[int], wire_bytes: float) -> float:
-        """Time of a collective that has the links to itself (``wire_bytes``: shardwright.compile.hlo.communication)."""
+        """Time of a collective that has the links to itself and fills them.
+
+        For ``wire_bytes`` see shardwright.compile.hlo.communication.
+        """
         chip = self.topology.chip
         if network == "dcn":
-            return wire_bytes / (chip.dcn_bandwidth * self.efficiency[1])
-        bandwidth = chip.link_bandwidth * self.efficiency[0]
+            return wire_bytes / chip.dcn_bandwidth
+        bandwidth = chip.link_bandwidth
         rings = self.rings(group)
         if kind == "collective-permute" or not rings:
             return wire_bytes / bandwidth
