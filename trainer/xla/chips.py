@@ -54,14 +54,28 @@ class Chip:
 # DCN: the same pages, 50 Gbps a chip of v5p, 6.4 and 25.6 Tbps a pod of 256 v5e and v6e; v4's:
 # https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
 # 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
-# Host: PCIe of v4, the same page of the scaling book; for the others no figure was found, and v4's is taken.
+# Host: PCIe of v4 and v6e, the same page of the scaling book; for the others no figure was found, and v4's is taken.
 CHIPS = {
     chip.name: chip
     for chip in (
         Chip("v4", "v4", "megacore", 275e12, 32 * _GIB - 1280 * _MIB, 1200e9, 6, 50e9, 6.25e9, 1.05e9, (16, 16, 16)),
         Chip("v5e", "v5e", None, 197e12, 16 * _GIB - 258 * _MIB, 819e9, 4, 50e9, 3.125e9, 1.5e9, (16, 16)),
         Chip("v5p", "v5", "megacore", 459e12, 96 * _GIB - 263 * _MIB, 2765e9, 6, 100e9, 6.25e9, 1.75e9, (16, 16, 24)),
-        Chip("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16), 256),
+        Chip(
+            "v6e",
+            "v6e",
+            None,
+            918e12,
+            63 * _GIB // 2 - 260 * _MIB,
+            1640e9,
+            4,
+            100e9,
+            12.5e9,
+            1.75e9,
+            (16, 16),
+            256,
+            32e9,
+        ),
     )
 }
 

@@ -217,12 +217,8 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
     found = best.of(args)
     say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {_text(tuning.tried[best])}")
     if near := tuning.untold(best):
-        more = f" and {len(near) - _SHOWN} more" if len(near) > _SHOWN else ""
-        names = "; ".join(f"{setting} ({_text(tuning.tried[setting])})" for setting in near[:_SHOWN])
-        say(
-            console,
-            f"tune:    its range overlaps that of {len(near)} others, so which is faster is not told: {names}{more}",
-        )
+        names = "; ".join(map(str, near[:_SHOWN])) + (f"; and {len(near) - _SHOWN} more" if near[_SHOWN:] else "")
+        say(console, f"tune:    the estimate can't tell it from {len(near)} others, whose ranges overlap: {names}")
     say(console, f"tune:    {command('train')} {shlex.join(options_of(found))}")
     return CompileJob.of(found, options), sorted(tuning.tried.values(), key=_rank, reverse=True)
 
