@@ -24,7 +24,7 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.step.auto_remat import answer, with_remat
+from shardwright.step.auto_remat import answer, untaken, with_remat
 from tests.support.tpu_compiler import asked_of
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
@@ -76,6 +76,10 @@ def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full
     assert asked.count(TRAIN_STEP) <= 6
     job = Job.resolve(args, lambda: 8)
     assert answer(job, "v5p")[0] == ("full" if full > 1 else share)
+    line = untaken(with_remat(job, "full"), "v5p")  # a run that leaves it out is told
+    assert ("remat=auto" in line) == (full <= 1 and share > 0)
+    assert str(share) in line or not line
+    assert not untaken(with_remat(job, "full"), "v6e")
     assert with_remat(job, share).recipe.compute.remat == share
 
 
