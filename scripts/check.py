@@ -70,7 +70,9 @@ def main() -> None:
             if fit is None:
                 table.add_row(title, chip.name, "more than a pod", "", "")
             else:
-                table.add_row(title, chip.name, fit.topology.name, str(fit.topology.devices), size(fit.bytes_a_chip))
+                each = " in each half" if chip.devices > 1 else ""
+                chips = str(fit.topology.devices // chip.devices)
+                table.add_row(title, chip.name, fit.topology.name, chips, f"{size(fit.bytes_a_chip)}{each}")
     console.print(table)
     say(
         console,

@@ -94,6 +94,18 @@ TABLES: dict[str, dict[str, str]] = {
         "capacity 1.25, 12": step("mixtral_ep", _MIXTRAL, _V5P, 12, _CAPACITY),
         "capacity 1.25, 12, torch_xla's flags": step("mixtral_ep", _MIXTRAL, _V5P, 12, _CAPACITY, _NONE_OF_OURS),
     },
+    "libtpu": {  # both compilers, and the generation that the newer alone knows, two devices a chip
+        f"{name}, {shape(chip)}, {version}": step(
+            recipe, model, shape(chip), batch, _TRAIN, *more, f"--libtpu {version}"
+        )
+        for name, recipe, model, batch, shape, *more in (
+            ("Llama-3-8B, 2", "llama_fsdp", "llama3_8b", 2, "{}:2x2x2".format),
+            ("Mixtral-8x7B, capacity 1.25, 12", "mixtral_ep", _MIXTRAL, 12, "{}:4x4x4".format, _CAPACITY),
+            ("dropless, 12", "mixtral_ep", _MIXTRAL, 12, "{}:4x4x4".format),
+            ("dropless, bf16 state, 36", "mixtral_fsdp", _MIXTRAL, 36, "{}:4x4x4".format, _BF16),
+        )
+        for chip, version in (("v5p", "0.0.21"), ("v5p", "0.0.52"), ("tpu7x", "0.0.52"))
+    },
     "levers": {
         "Llama-3-70B, 1 sequence, all kept (remat 1.0)": step("llama_fsdp", _LLAMA70, _V5P, 1, _KEPT, _TRAIN),
         "36 sequences, remat full, v5p:4x4x4": step("mixtral_fsdp", _MIXTRAL, _V5P, 36, _BF16, _TRAIN),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
+import importlib.util
 import math
 import os
 import shutil
@@ -202,10 +202,8 @@ def test_a_compiler_that_aborts_is_an_error_with_its_last_lines(cache: Path, mon
 
 
 def test_without_libtpu_it_says_how_to_get_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[tpu\]'"):
         compile_for(on_one_chip(128, 128), CompileTarget("v5e:1x1"), cache_dir=cache)
 

@@ -32,6 +32,17 @@ def test_running_out_of_vmem_is_not_running_out_of_hbm() -> None:
     assert not is_out_of_hbm(vmem)
 
 
+def test_a_newer_compilers_error_has_the_sum_alone() -> None:
+    message = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (17.49G) exceeds available HBM (15.75G). HLO module: jit_step.\nSee https://openxla.org/xla/errors"
+    )
+    assert is_out_of_hbm(message)
+    found = parse_out_of_memory(message)
+    assert (found.used, found.limit) == (pytest.approx(17.49 * GIB), 15.75 * GIB)
+    assert found.buffers == ()
+
+
 def test_an_error_about_one_buffer_larger_than_the_chip_is_read_too() -> None:
     # libtpu 0.0.21 says this if a single array exceeds a v5e's memory
     message = (

@@ -78,6 +78,8 @@ def test_the_schema_refuses_a_field_that_there_is_not(path, crd):
         ("v5e:4x4", 4, 4, "tpu-v5-lite-podslice"),
         ("v6e:1x1", 1, 1, "tpu-v6e-slice"),
         ("v6e:2x4", 1, 8, "tpu-v6e-slice"),
+        ("tpu7x:1x1x1", 1, 1, "tpu7x"),
+        ("tpu7x:4x4x4", 16, 4, "tpu7x"),
     ],
 )
 def test_a_slice_has_a_pod_for_each_host_with_all_its_chips(topology, hosts, chips, accelerator):

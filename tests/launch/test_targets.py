@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardwright.errors import UserError
 from shardwright.launch import xpk
+from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_command import write
 from shardwright.launch.launch_plan import script
 from shardwright.launch.request import IMAGE_FOLDER
-from shardwright.launch.targets import TARGETS
+from shardwright.launch.targets import TARGETS, read_request
 from tests.support.launching import planned, request, stand_in
 from tests.support.lives import tiny_run, write_text
 from tests.support.paths import ROOT
@@ -189,6 +191,19 @@ def test_tpu_vms_are_queued_by_their_size_and_every_host_is_started(topology, sl
     assert wait == ["bash", "wait.sh"]
     for command in (copy, start):
         assert {"--node=all", "--worker=all"} <= set(command)
+
+
+@pytest.mark.parametrize("target", ["tpu-vm", "skypilot", "ray"])
+def test_a_generation_without_tpu_vms_is_refused_where_they_are_started(target):
+    needed = dict.fromkeys(TARGETS[target].needs, "any")
+    with pytest.raises(UserError, match="tpu7x, which has no TPU VMs") as error:
+        read_request(target, LaunchArguments(topology="tpu7x:2x2x2", **needed), ["--recipe", "mixtral_ep"])
+    assert "jobset" in error.value.instead
+
+
+def test_xpk_is_given_the_slices_shape():
+    (command,) = planned("xpk", "tpu7x:4x4x4").commands
+    assert command[command.index("--tpu-type") + 1] == "tpu7x-4x4x4"
 
 
 def test_skypilot_runs_the_images_python_on_tpus_of_that_size_with_a_bucket_mounted():

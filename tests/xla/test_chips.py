@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from shardwright.errors import UserError
@@ -28,14 +30,24 @@ def test_an_unknown_topology_lists_the_known_ones(name: str, hint: str) -> None:
         ("v5e:16x16", (True, True, False)),
         ("v5e:8x16", (False, True, False)),
         ("v6e:8x8", (False, False, False)),
+        ("tpu7x:4x4x8", (True, True, True)),
+        ("tpu7x:1x1x1", (False, False, False)),
     ],
 )
 def test_slices_have_the_wrap_around_links_that_real_ones_have(name: str, wrap: tuple[bool, ...]) -> None:
     assert find_topology(name).wrap == wrap
 
 
+def test_a_run_alone_gives_v6e_more_vmem_and_the_users_own_number_stays() -> None:
+    flag, chip = "xla_tpu_scoped_vmem_limit_kib", CHIPS["v6e"]
+    assert flag not in chip.missing_flags("")
+    assert chip.missing_flags("", run=True)[flag] == "98304"
+    assert flag not in chip.missing_flags(f"--{flag}=65536", run=True)
+    assert find_topology("tpu7x:2x2x2", 2).devices == 2 * 2 * 8
+
+
 def test_every_topology_of_the_table_can_be_found_by_its_name() -> None:
     for chip in CHIPS.values():
         for topology in topologies(chip):
             assert find_topology(topology.name) == topology
-            assert topology.devices <= 6144
+            assert topology.devices <= chip.devices * math.prod(chip.pod)

@@ -35,6 +35,11 @@ class CompileArguments:
         "Parts of a peak that the estimate of a step's time takes to be reached, as `kind=value,kind=value`; "
         "docs/estimate.md has the kinds, and the values that are taken otherwise with their sources.",
     )
+    libtpu: str | None = option(
+        None,
+        "The compiler: a version (in a folder of its own, docs/tpu.md), or the path of a libtpu.so; default: "
+        "TPU_LIBRARY_PATH, else the installed one.",
+    )
     only_train_step: bool = option(
         False, "Compile no other graph of the run beside the train step, to measure; the verdict is of that alone."
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.libtpu import CompileTarget, compile_for
+from shardwright.compile.libtpu_library import find_library
 from shardwright.compile.lowering import graphs_of, lower, shorter_steps
 from shardwright.compile.report.estimate import given_efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
@@ -33,6 +34,8 @@ class CompileJob:
         """The job of ``args``; raises UserError for a bad slice or efficiency, arguments, recipe, model or prompts."""
         where = find_topology(str(options.topology), options.slices)
         given_efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
+        if options.libtpu is not None:
+            find_library(options.libtpu)  # as is one that is not there
         job = Job.resolve(args, lambda: where.devices)
         if args.sample_prompts is not None:
             expected_shape(job)  # as are bad prompts
@@ -77,6 +80,7 @@ class CompileJob:
             dcn=dcn if math.prod(dcn.values()) > 1 else None,
             flags=compiler_flags(where.chip, options.compiler_options),
             timeout=options.compile_timeout,
+            libtpu=options.libtpu,
         )
         expected = Expected(
             model_flops=job.facts.training_flops(job.rows, job.args.sequence_length, job.lora),

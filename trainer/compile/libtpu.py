@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwright.compile.libtpu_library import Library, find_library
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
@@ -28,7 +29,7 @@ from shardwright.files.scratch import scratch_folder
 from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import find_topology
 
-_FORMAT = 3  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
+_FORMAT = 4  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
 _CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
@@ -43,6 +44,7 @@ class CompileTarget:
     dcn: dict[str, int] | None = None  # mesh axis → number of slices that it spans; None: the outermost span them
     flags: dict[str, str] = field(default_factory=dict)  # by name without dashes; those in LIBTPU_INIT_ARGS hold too
     timeout: float = 3600.0  # seconds of wall time after which the compiler is killed
+    libtpu: str | None = None  # as `find_library` takes it
 
 
 def compile_for(
@@ -57,10 +59,10 @@ def compile_for(
     size = math.prod(lowered.mesh.values())
     if size != where.devices:
         raise UserError(
-            asked=f"{target.slices} × {target.topology}, {where.devices} chips",
+            asked=f"{target.slices} × {target.topology}, {where.devices} devices",
             found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
-            why="each chip is one position of the mesh",
-            instead=f"a mesh of {where.devices} devices, or a topology of {size} chips",
+            why="each device is one position of the mesh",
+            instead=f"a mesh of {where.devices} devices, or a topology of {size} of them",
         )
     factors = _dcn_factors(lowered.mesh, target)
     request = {
@@ -72,9 +74,10 @@ def compile_for(
         "flags": sorted(target.flags.items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
-    folder = cache_root(cache_dir) / "compiled" / _key(lowered, request)
+    library = find_library(target.libtpu, cache_dir)
+    folder = cache_root(cache_dir) / "compiled" / _key(lowered, request, library)
     if not is_whole(folder):
-        _compile(lowered, request, target, folder)
+        _compile(lowered, request, target, folder, library)
     result = json.loads((folder / "result.json").read_text())
     texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
     hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
@@ -100,17 +103,9 @@ def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
     return dcn
 
 
-def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
+def _key(lowered: LoweredGraph, request: dict[str, Any], library: Library) -> str:
     """A hash of everything that the compiler's result depends on."""
-    try:
-        versions = [_FORMAT, importlib.metadata.version("libtpu"), importlib.metadata.version("jaxlib")]
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(
-            asked="compiling for a TPU",
-            found="libtpu is not installed",
-            why="it holds the compiler; it needs no TPU to run",
-            instead="pip install -e '.[tpu]'",
-        ) from error
+    versions = [_FORMAT, library.version, importlib.metadata.version("jaxlib")]
     key = hashlib.sha256(json.dumps([versions, request]).encode())
     # Without metadata: it names our files and lines, which change when the step does not.
     # Semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1.
@@ -123,26 +118,30 @@ def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
     return key.hexdigest()[:32]
 
 
-def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarget, folder: Path) -> None:
+def _compile(
+    lowered: LoweredGraph, request: dict[str, Any], target: CompileTarget, folder: Path, library: Library
+) -> None:
     """Runs the compiling process and publishes the files that it leaves as ``folder``, in one piece."""
     folder.parent.mkdir(exist_ok=True)
     with scratch_folder(folder.parent, ".working-") as work:
         (work / "step.hlo.pb").write_bytes(lowered.hlo)
         (work / "request.json").write_text(json.dumps(request))
         began = time.monotonic()
-        ended = _run(work, target.timeout)
+        ended = _run(work, target.timeout, library)
         if not (work / "result.json").exists():
             last = _lines_of((work / "log").read_text(errors="replace"))[-_LINES_SHOWN:]
             if ended is None:
                 how = f"no result after {target.timeout:g} s; the compiler was killed"
                 raise _failure(target, lowered.graph, how, last, "a longer timeout, or a smaller model first")
             how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
-            raise _failure(target, lowered.graph, how, last)
+            unknown = any("Invalid TPU external name" in line for line in last)
+            newer = f"a newer libtpu than {library.version}, by pip install -e '.[tpu]' or --libtpu" if unknown else ""
+            raise _failure(target, lowered.graph, how, last, newer)
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
             first = _lines_of(result["error"])[:_LINES_SHOWN]
             raise _failure(target, lowered.graph, "the TPU compiler refused it", first)
-        result["wall_seconds"] = time.monotonic() - began
+        result |= {"wall_seconds": time.monotonic() - began, "libtpu": library.version}
         (work / "result.json").write_text(json.dumps(result))
         made = work / folder.name
         made.mkdir()
@@ -152,10 +151,11 @@ def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarg
         publish(made, folder)
 
 
-def _run(work: Path, timeout: float) -> int | None:
+def _run(work: Path, timeout: float, library: Library) -> int | None:
     """The exit status of the compiling process; None if it was killed for taking longer than ``timeout`` seconds."""
     environment = {
         **os.environ,
+        "TPU_LIBRARY_PATH": str(library.path),
         # one device of the host will do: the chips are only described
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

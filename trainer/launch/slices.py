@@ -15,8 +15,8 @@ class Generation:
 
     gke: str  # value of the node label `cloud.google.com/gke-tpu-accelerator`
     gcloud: str  # prefix of an accelerator type, `v5p` of `v5p-32`
-    runtime: str  # software version of a TPU VM
-    units: int  # of an accelerator type, a chip: TensorCores on v4 and v5p, chips on v5e and v6e
+    runtime: str  # software version of a TPU VM; empty: there is none
+    units: int  # of an accelerator type, a chip: TensorCores on v4, v5p and tpu7x, chips on v5e and v6e
 
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, https://cloud.google.com/tpu/docs/runtimes, and
@@ -26,6 +26,8 @@ GENERATIONS = {
     "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", "v2-alpha-tpuv5-lite", 1),
     "v5p": Generation("tpu-v5p-slice", "v5p", "v2-alpha-tpuv5", 2),
     "v6e": Generation("tpu-v6e-slice", "v6e", "v2-alpha-tpuv6e", 1),
+    # xpk 1.16's system characteristics; docs.cloud.google.com/tpu/docs/tpu7x: by GKE or Compute Engine
+    "tpu7x": Generation("tpu7x", "tpu7x", "", 2),
 }
 
 
@@ -46,7 +48,7 @@ def chips(topology: Topology) -> int:
 def chips_per_host(topology: Topology) -> int:
     """The chips of a TPU VM, or of GKE's largest machine."""
     one_host = len(topology.shape) == 2 and chips(topology) <= _ONE_HOST
-    return chips(topology) if one_host else _CHIPS_PER_HOST
+    return chips(topology) if one_host else min(chips(topology), _CHIPS_PER_HOST)
 
 
 def hosts(topology: Topology) -> int:

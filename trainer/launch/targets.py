@@ -9,7 +9,7 @@ from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request, check_train
-from shardwright.launch.slices import as_large
+from shardwright.launch.slices import as_large, generation
 from shardwright.report.escapes import escaped
 from shardwright.xla.chips import Topology, find_topology
 
@@ -23,11 +23,12 @@ class LaunchTarget:
     takes: tuple[str, ...] = ()
     by_size: bool = False  # it asks for a number of TPUs, and can't say which shape
     one_slice: bool = False  # it can't join several
+    by_gke: bool = False  # it starts pods of GKE, which has every generation
 
 
 TARGETS = {
-    "xpk": LaunchTarget(xpk.plan, ("image", "cluster"), ("project", "zone", "mount", "spot")),
-    "jobset": LaunchTarget(jobset.plan, ("image",), ("queue", "mount", "spot")),
+    "xpk": LaunchTarget(xpk.plan, ("image", "cluster"), ("project", "zone", "mount", "spot"), by_gke=True),
+    "jobset": LaunchTarget(jobset.plan, ("image",), ("queue", "mount", "spot"), by_gke=True),
     "skypilot": LaunchTarget(skypilot.plan, ("image",), ("zone", "mount", "spot"), by_size=True, one_slice=True),
     "tpu-vm": LaunchTarget(tpu_vm.plan, ("zone",), ("image", "project", "mount", "spot"), by_size=True),
     "ray": LaunchTarget(ray_job.plan),
@@ -106,7 +107,10 @@ def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topo
         )
     topology = find_topology(options.topology, options.slices)
     others = as_large(topology) if target.by_size else []
-    if others:
+    if not (target.by_gke or generation(topology).runtime):
+        found, why = f"{topology.chip.name}, which has no TPU VMs of its own", "starts none on GKE"
+        instead = "xpk or jobset, or another generation"
+    elif others:
         found, why = (
             f"slices of as many chips: {', '.join(others)}",
             "asks for TPUs by their number, not by their shape",

@@ -1,7 +1,7 @@
 """TPU generations and their slices: a chip's peaks, and libtpu's options to compile for a slice.
 
 A slice has libtpu's name: ``v5p:4x4x4``, the generation and the chips along each dimension. The generations are those
-that libtpu 0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
+that libtpu 0.0.52 compiles for and that can be rented; libtpu 0.0.21 does not know tpu7x.
 """
 
 import itertools
@@ -18,26 +18,35 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip; bandwidths are bytes/s."""
+    """Peaks of one device; bandwidths are bytes/s.
+
+    A device is a chip, or one of its ``devices``; these share the chip's links.
+    """
 
     name: str
     libtpu: str  # libtpu's name of the generation
     config: str | None  # libtpu's chip configuration; megacore makes one device of a chip's two cores
     flops: float  # bf16 FLOP/s; a multiply-add is two
-    hbm_bytes: int  # for a program: HBM less the system's reserve, from out-of-memory errors of libtpu 0.0.21
+    hbm_bytes: int  # for a program: HBM less the system's reserve, from out-of-memory errors of libtpu
     hbm_bandwidth: float
-    links: int  # of ICI
+    links: int  # of ICI, a chip
     link_bandwidth: float  # each way of each
     dcn_bandwidth: float  # to other slices
     clock: float  # Hz of the compiler's estimated cycles: `flops` divided by the FLOPs of all MXUs in a cycle
     pod: tuple[int, ...]  # chips along each dimension of the largest slice
     mxu: int = 128  # rows and columns of a matrix unit
     host_bandwidth: float = 16e9  # each way between the chip and its host's memory
+    devices: int = 1  # of a chip
+    inner_bandwidth: float = 0.0  # each way between the devices of a chip
 
-    def missing_flags(self, given: str) -> dict[str, str]:
-        """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets."""
+    def missing_flags(self, given: str, *, run: bool = False) -> dict[str, str]:
+        """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets.
+
+        A ``run`` sets those too that take too long for a quick compile.
+        """
         named = {word.lstrip("-").partition("=")[0] for word in given.split()}
-        return {name: value for name, value in FLAGS[self.name].items() if name not in named}
+        ours = FLAGS[self.name] | (RUN_FLAGS.get(self.name, {}) if run else {})
+        return {name: value for name, value in ours.items() if name not in named}
 
     @property
     def flops_a_byte(self) -> float:
@@ -45,8 +54,8 @@ class Chip:
 
     @property
     def ici_bandwidth(self) -> float:
-        """Bytes/s that a chip can send over all its links together."""
-        return self.links * self.link_bandwidth
+        """Bytes/s that a device can send over its share of all the chip's links together."""
+        return self.links * self.link_bandwidth / self.devices
 
 
 # FLOPs, HBM bandwidth, ICI: https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (ICI of the last three: 400,
@@ -55,6 +64,10 @@ class Chip:
 # https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
 # 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
 # Host: PCIe of v4 and v6e, the same page of the scaling book; for the others no figure was found, and v4's is taken.
+# tpu7x: docs.cloud.google.com/tpu/docs/tpu7x, for a chip 2,307 TFLOP/s, 192 GiB, 7,380 GB/s, ICI 1,200 GB/s both ways
+# together, DCN 100 Gbps; a device is half of it, and reaches the other half six times as fast as over a link. Its 9,216
+# chips as a torus: 16x24x24. MXUs: libtpu 0.0.52 estimates 420,000 FLOPs a cycle of a device for a large matmul: 4 of
+# 256×256. Host: v6e's 32 GB/s a chip (the scaling book) is taken.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -62,19 +75,12 @@ CHIPS = {
         Chip("v5e", "v5e", None, 197e12, 16 * _GIB - 258 * _MIB, 819e9, 4, 50e9, 3.125e9, 1.5e9, (16, 16)),
         Chip("v5p", "v5", "megacore", 459e12, 96 * _GIB - 263 * _MIB, 2765e9, 6, 100e9, 6.25e9, 1.75e9, (16, 16, 24)),
         Chip(
-            "v6e",
-            "v6e",
-            None,
-            918e12,
-            63 * _GIB // 2 - 260 * _MIB,
-            1640e9,
-            4,
-            100e9,
-            12.5e9,
-            1.75e9,
-            (16, 16),
-            256,
-            32e9,
+            *("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16)),
+            *(256, 32e9),
+        ),
+        Chip(
+            *("tpu7x", "tpu7x", None, 2307e12 / 2, 96 * _GIB - 1290 * _MIB, 7380e9 / 2, 6, 100e9, 6.25e9, 2.2e9),
+            *((16, 24, 24), 256, 16e9, 2, 600e9),
         ),
     )
 }
@@ -98,9 +104,13 @@ FLAGS: dict[str, dict[str, str]] = {
     "v5e": _TORCH_XLA_V5 | _VMEM,
     "v5p": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
     "v6e": _TORCH_XLA | _EXCHANGE,
+    "tpu7x": _TORCH_XLA | _EXCHANGE,
 }
+# Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
+RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
 
-# Dimensions → slices: of 3 (v4, v5p) those smaller than a 4×4×4 cube; of 2 all but the pod. Source: pages above.
+# Dimensions → slices: of 3 those smaller than a 4×4×4 cube (one chip of tpu7x too); of 2 all but the pod. Source: pages
+# above.
 _SMALL = {3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), 2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))}
 
 
@@ -118,14 +128,14 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        return math.prod(self.shape) * self.slices
+        return math.prod(self.shape) * self.chip.devices * self.slices
 
     @property
     def wrap(self) -> tuple[bool, ...]:
         """For each of libtpu's three dimensions, whether links close the ring.
 
-        On v4 and v5p optical switches close all three in slices of whole 4×4×4 cubes. On v5e and v6e a dimension is
-        closed if it is as long as the pod's.
+        On v4, v5p and tpu7x optical switches close all three in slices of whole 4×4×4 cubes. On v5e and v6e a dimension
+        is closed if it is as long as the pod's.
         """
         if len(self.shape) == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
@@ -142,10 +152,11 @@ class Topology:
 def topologies(chip: Chip) -> list[Topology]:
     """The slices of a generation, small ones first; those of whole cubes in ascending dimensions."""
     large: Iterable[tuple[int, ...]] = [chip.pod]
+    one = [(1, 1, 1)] if chip.devices > 1 else []  # a machine of one chip
     if len(chip.pod) == 3:
         cubes = itertools.combinations_with_replacement(range(4, max(chip.pod) + 1, 4), 3)
         large = (cube for cube in cubes if all(map(operator.le, cube, chip.pod)))
-    shapes = sorted([*_SMALL[len(chip.pod)], *large], key=lambda shape: (math.prod(shape), shape))
+    shapes = sorted([*one, *_SMALL[len(chip.pod)], *large], key=lambda shape: (math.prod(shape), shape))
     return [Topology(chip, shape) for shape in shapes]
 
 

@@ -132,7 +132,7 @@ def _prepare() -> str:
     """Sets flags and threads for the devices that will be opened, and returns their kind."""
     if (found := _chip_on_the_bus()) is not None:  # libtpu reads the flags once; the user's win
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        missing = [f"--{name}={value}" for name, value in found.missing_flags(given).items()]
+        missing = [f"--{name}={value}" for name, value in found.missing_flags(given, run=True).items()]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
     # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")

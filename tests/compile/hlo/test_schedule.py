@@ -151,6 +151,17 @@ def test_the_ring_model() -> None:
     assert line.seconds("all-gather", "dcn", (), 1e9) == pytest.approx(1e9 / line.topology.chip.dcn_bandwidth)
 
 
+def test_two_devices_of_a_chip_share_its_links() -> None:
+    chips = Links(find_topology("tpu7x:4x4x4"), (64, 2), (1, 1))
+    chip, one, both = chips.topology.chip, [2 * n for n in range(64)], list(range(128))
+    assert chips.coordinates[0][:3] == chips.coordinates[1][:3] != chips.coordinates[2][:3]
+    # 63 parts of a GB come over all six links of the chip: for one of its devices over half of each
+    assert chips.seconds("all-gather", "ici", one, 63e9) == pytest.approx(63e9 / (3 * chip.link_bandwidth))
+    # of 127 parts the chip takes in 126 once, for both
+    assert chips.seconds("all-gather", "ici", both, 127e9) == pytest.approx(126e9 / (6 * chip.link_bandwidth))
+    assert chips.seconds("all-gather", "ici", [0, 1], 1e9) == pytest.approx(1e9 / chip.inner_bandwidth)
+
+
 def test_only_what_nothing_hides_of_a_collective_is_waited_for() -> None:
     def step(cycles: int) -> dict[str, float]:
         return _seconds(

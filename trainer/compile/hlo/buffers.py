@@ -1,8 +1,11 @@
 """The buffers in HBM at its peak, from the buffer assignment that XLA dumps.
 
-The dump's own peak is that of all memories together (VMEM and the host's too), which can be another moment.
+The dump's own peak is that of all memories together (VMEM and the host's too), which can be another moment. A newer
+libtpu's dump does not say when a buffer is alive (0.0.52 does not); then it is the largest buffers that lie beside one
+another, each of which is alive at some time.
 """
 
+import bisect
 import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -37,7 +40,8 @@ def peak_buffers(assignment: str) -> str:
             place = len(allocations), int(found[3]), int(found[2])
             (arguments if argument else values).append(_BufferValue(name, int(found[2]), place))
     held = {value.place: value for value in reversed(arguments)}  # of an allocation the first, the argument itself
-    alive = {value.place: value for value in reversed(_alive_at_peak(assignment, values))}
+    values = _alive_at_peak(assignment, values) if _RANGE.search(assignment) else _side_by_side(values)
+    alive = {value.place: value for value in reversed(values)}
     lines = [f"    {value.name}: {value.bytes} bytes" for value in (*alive.values(), *held.values())]
     return "\n".join([*allocations, "peak:", *lines])
 
@@ -63,3 +67,17 @@ def _alive_at_peak(assignment: str, values: list[_BufferValue]) -> list[_BufferV
         if total > most:
             most, best = total, time
     return [v for v in values if v.name in ranges and ranges[v.name][0] <= best <= ranges[v.name][1]]
+
+
+def _side_by_side(values: list[_BufferValue]) -> list[_BufferValue]:
+    """Filters ``values``, the largest first, by whether their bytes overlap those of no other that is taken."""
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # allocation → (first byte, byte behind the last)
+    found = []
+    for value in sorted(values, key=lambda value: -value.bytes):
+        allocation, start, size = value.place
+        others = taken[allocation]
+        after = bisect.bisect(others, (start, start + size))
+        if (not after or others[after - 1][1] <= start) and (after == len(others) or others[after][0] >= start + size):
+            others.insert(after, (start, start + size))
+            found.append(value)
+    return found

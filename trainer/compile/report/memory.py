@@ -154,11 +154,16 @@ def _owner(lowered: LoweredGraph, module: Module, home: Computation, instruction
 
 def is_out_of_hbm(error: str) -> bool:
     """Did the step not fit, rather than fail? A kernel that asks for too much VMEM is RESOURCE_EXHAUSTED too."""
-    return "RESOURCE_EXHAUSTED" in error and re.search(r"memory space hbm|space=hbm", error) is not None
+    return "RESOURCE_EXHAUSTED" in error and re.search(r"memory space hbm|space=hbm|on HBM,", error) is not None
 
 
 def parse_out_of_memory(message: str) -> OutOfMemory:
-    """Reads libtpu's RESOURCE_EXHAUSTED: a table of allocations, with two decimals, or the one that failed."""
+    """Reads libtpu's RESOURCE_EXHAUSTED: a table of allocations, with two decimals, or the one that failed.
+
+    Newer ones (0.0.52) tell the sum alone, which they call that of the temporaries; the arguments are in it.
+    """
+    if total := re.search(r"total memory required for .*\((\S+)\) exceeds available HBM \((\S+)\)", message):
+        return OutOfMemory(parse_size(total[1]), parse_size(total[2]), 0, 0, 0, 0, ())
     used, single = _find(r"Used (\S+) of \S+ hbm", message), _find(r"Allocation \(size=(\d+)\) would exceed", message)
     if single and not used:
         name = _find(r"tag = '(?:output of )?([^'@]*)", message)

@@ -117,6 +117,7 @@ class CompileReport(MemorySizes):
     estimate: Estimate  # of the train step; 0 seconds if it was not compiled
     uncompiled: tuple[str, ...] = ()  # names of the run's graphs that are the train step with fewer tokens
     values: tuple[LayerValue, ...] = ()  # as in `LoweredGraph`
+    libtpu: str = ""  # version of the compiler
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """Merges the memory of another graph of the same run into the verdict of this step, which fits."""
@@ -213,6 +214,7 @@ def make_report(
         graphs=(graph,),
         estimate=estimate(seconds, chip, tokens, model_flops, given, expected.traced_layers),
         values=lowered.values,
+        libtpu=result.get("libtpu", ""),
     )
 
 

@@ -5,6 +5,7 @@ from shardwright.compile.report.attribution import CollectiveLine
 from shardwright.compile.report.estimate import ranged
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.units import size
+from shardwright.xla.chips import find_topology
 
 ESTIMATE = "An estimate from the compiled program and the chip's peaks: nothing ran."
 ROOFS = {  # how each of `Roofline.times` is made
@@ -68,7 +69,9 @@ def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
 def where_it_runs(report: CompileReport) -> str:
     slices = f"{report.slices} slices of " if report.slices > 1 else ""
     mesh = " × ".join(f"{axis}={n}" for axis, n in report.mesh.items())
-    return f"{slices}{report.topology}, {report.devices} chips, mesh {mesh}"
+    shared = find_topology(report.topology).chip.devices > 1
+    devices = "devices, two a chip (a chip, below, is such a half)" if shared else "chips"
+    return f"{slices}{report.topology}, {report.devices} {devices}, mesh {mesh}"
 
 
 def memory_parts(report: CompileReport) -> list[tuple[str, int]]:
@@ -89,11 +92,12 @@ def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
     """(name, value) of all numbers that are neither in :func:`memory_parts` nor in a table of their own."""
     roof = report.roofline
     exposed = f"{size(report.exposed_bytes)} of it with nothing computed beside"
+    by = f", by libtpu {report.libtpu}" if report.libtpu else ""
     facts = [
         ("peak alive at once", size(report.peak_bytes)),
         ("arguments", f"{size(report.argument_bytes)}, of which {size(report.alias_bytes)} are replaced in place"),
         ("on the host", size(report.host_temp_bytes + report.host_argument_bytes)),
-        ("compiled in", f"{report.compile_seconds:,.0f} s of CPU, {report.wall_seconds:,.0f} s on the clock"),
+        ("compiled in", f"{report.compile_seconds:,.0f} s of CPU, {report.wall_seconds:,.0f} s on the clock{by}"),
         ("FLOPs", f"{report.flops:.3e}"),
         ("sent by a chip", f"{size(report.wire_bytes)}, {exposed}"),
         ("step takes at least", f"{roof.seconds:,.3f} s, bound by {roof.bound} (estimate)"),
