@@ -244,8 +244,9 @@ class Shapes:
 
 def estimated(step: Step, facts: ModelFacts) -> Estimate:
     """The step's estimate for one chip, as compile.py's of a compiled step."""
-    shapes, ends = Shapes(step, facts), ("low", "middle", "high")
-    seconds = {end: shapes.seconds(Reached(step.chip, end)) for end in ends}
+    shapes = Shapes(step, facts)
+    ends: tuple[Which, ...] = ("low", "middle", "high")
+    seconds: dict[str, dict[str, float]] = {end: shapes.seconds(Reached(step.chip, end)) for end in ends}
     flops = facts.training_flops(step.rows, step.length)
     return estimate(seconds, PEAKS[step.chip], float(step.rows * step.length), flops, {})
 
@@ -258,7 +259,8 @@ def rows() -> Iterator[tuple[str, float, Estimate]]:
 
 def main() -> int:
     Parser(__doc__).parse_args()
-    lines, errors = [], {"fit": [], "held out": []}
+    lines: list[list[str]] = []
+    errors: dict[str, list[float]] = {"fit": [], "held out": []}
     for name, published, found in rows():
         step, kind, error = STEPS[name], "fit" if is_fit(name) else "held out", found.seconds / published - 1
         errors[kind].append(abs(error))

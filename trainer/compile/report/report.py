@@ -226,7 +226,9 @@ def _measure(
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
     counter = Counter(module, lowered.mesh, lowered.layers, where.chip, Links(where, inside, over))
     ends: tuple[Which, ...] = ("low", "middle", "high")
-    seconds = {end: seconds_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends}
+    seconds: dict[str, dict[str, float]] = {
+        end: seconds_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends
+    }
     return counter.computation(module.entry), seconds
 
 
