@@ -37,8 +37,10 @@ FOREIGN = {
     "python",
     "restart_on_exit_codes",
     "tag",
+    "target",
     "worker",
     "xla_backend_optimization_level",
+    "xla_tpu_scoped_vmem_limit_kib",
 }
 # the published model that each recipe's docstring names → its config
 NAMED = {

@@ -16,7 +16,7 @@ KEYS = [
     *("host_temp_bytes", "host_argument_bytes", "fits", "topology", "slices", "devices", "mesh", "chip_hbm_bytes"),
     *("flops", "model_flops", "hbm_bytes", "host_traffic_bytes", "estimated_cycles", "compile_seconds"),
     *("wall_seconds", "kernel_flops", "modules", "kernels", "loops", "collectives", "largest_buffers", "roofline"),
-    *("error", "graphs", "estimate", "uncompiled", "values"),
+    *("error", "graphs", "estimate", "uncompiled", "values", "libtpu"),
 ]
 COLLECTIVE_KEYS = [
     *("kind", "axis", "count", "bytes", "wire_bytes", "exposed_bytes", "module", "purpose", "network", "shape"),

@@ -101,6 +101,8 @@ def test_the_smallest_slice_holds_the_plan_and_the_next_smaller_one_does_not(tmp
         ("v5e", True): 4,
         ("v5p", True): 4,
         ("v6e", True): 1,
+        ("tpu7x", False): 2,  # devices, of one chip
+        ("tpu7x", True): 2,
     }
     total = 16 * facts.parameters
     assert total / 8 > SHARE * 15.75 * 2**30 >= total / 16

@@ -103,9 +103,9 @@ class CompileJob:
 
 
 def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
-    """Compiler flag → value: the chip's, as a run sets them, overridden by ``text``, ``name=value name=value``.
+    """Compiler flag → value: the chip's, but for those of a run alone, overridden by ``text``.
 
-    ``name=`` removes one. Raises UserError for any other text.
+    ``text`` is ``name=value name=value``, where ``name=`` removes one. Raises UserError for any other.
     """
     flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
     for word in text.split():

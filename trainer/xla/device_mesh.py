@@ -57,8 +57,8 @@ def _tpu_order(mesh: Mesh) -> list[int]:
         raise UserError(
             asked=f"{mesh} on {len(devices)} × {devices[0].device_kind}",
             found=f"the runtime reports chips at {shown} ({type(error).__name__}: {str(error)[:_LETTERS]})",
-            why="the order of devices follows the links between chips: they must fill a box, one device a chip, whose "
-            "sides the axes divide",
+            why="the order of devices follows the links between chips: they must fill a box, whose sides the axes "
+            "divide",
             instead="every chip of a slice (no TPU_VISIBLE_CHIPS), and axes that are powers of two",
         ) from error
 
