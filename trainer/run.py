@@ -230,9 +230,11 @@ def prepare(
     with hosts().answerable():
         if hosts().several:
             hosts().check_same(job.fingerprint())
+        chip = known.name if (known := runtime.chip()) else ""
+        if line := hosts().once(lambda: auto_remat.untaken(job, chip)):
+            say(console, f"remat:   {line}")
         if auto_remat.is_auto(job):
-            known = runtime.chip()
-            policy, why, kept = hosts().once(lambda: auto_remat.answer(job, known.name if known else ""))
+            policy, why, kept = hosts().once(lambda: auto_remat.answer(job, chip))
             say(console, f"remat:   {policy} ({why})")
             for value in kept:
                 say(console, f"         kept: {value} a chip")

@@ -1,7 +1,8 @@
 """The cost of our kernels on a TPU: FLOPs, and bytes between HBM and VMEM, which the compiler does not know.
 
 FLOPs count all that is computed: in attention every block that the mask does not skip whole, in a grouped product every
-row. Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
+visit of a tile of rows, whole, with the columns that fill its tiles up. Shape letters are those of
+shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ class Work:
     kind: str  # attention_forward, attention_backward, gmm, tgmm, or unwritten, which takes nothing
     flops: float
     hbm_bytes: float
-    width: int  # the narrowest dimension of its matrix products that the kernel can't choose, such as a head's
+    widths: tuple[int, ...] = ()  # of attention's heads: the dimensions of its products that it can't choose
+    size: int = 0  # the length of attention's rows; a grouped product's rows in a tile
+
+    def filled(self, unit: int) -> float:
+        """The part of matrix units of ``unit`` rows and columns that its widths give work."""
+        whole = sum(-(-width // unit) * unit for width in self.widths)
+        return sum(self.widths) / whole if whole else 1.0
 
 
 def met_blocks(count: int, reach: int | None) -> int:
@@ -57,8 +64,8 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
     # logsumexps are float32; the backward reads them, and another number a row, with each block of queries
     rows = {"forward": tokens * _LANES * 4, "dq": tokens * 8, "dkv": blocks * block * 8}[phase]
     kind = "attention_forward" if phase == "forward" else "attention_backward"
-    width = min(heads.width, heads.value_width)
-    return Work(kind, flops, float(blocks * block * both + tokens * stays + rows), width)
+    moved = float(blocks * block * both + tokens * stays + rows)
+    return Work(kind, flops, moved, (heads.width, heads.value_width), heads.length)
 
 
 @dataclass(frozen=True)
@@ -99,18 +106,38 @@ def tile_width(width: int, most: int) -> int:
     return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)
 
 
-def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
-    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group."""
-    # all rows are read again for each tile of columns, and a whole matrix in each of at most ``visits`` pairs of a row
-    # tile and a group
+def _padded(width: int, most: int) -> int:
+    """``width``, filled up to whole tiles."""
+    tile = tile_width(width, most)
+    return -(-width // tile) * tile
+
+
+def _tile_rows(rows: int, groups: int, visits: int) -> int:
+    """The rows of a tile, where the longest list of ``visits`` has all tiles, and one more for each further group."""
+    return rows // max(visits - groups + 1, 1)
+
+
+def gmm_work(rows: int, inner: int, outer: int, groups: int, visits: int, itemsize: int, most: Tiles) -> Work:
+    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group.
+
+    ``visits`` are the pairs of a tile of rows and a group that share a row, each multiplied whole: one for each tile,
+    and one more for each group that begins inside a tile, as nearly every group does.
+    """
+    # all rows are read again for each tile of columns, and a whole matrix in each visit
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer
-    return Work("gmm", 2.0 * rows * inner * outer, float(moved * itemsize), min(inner, outer))
+    size = _tile_rows(rows, groups, visits)
+    flops = 2.0 * visits * size * _padded(inner, most.gmm[0]) * _padded(outer, most.gmm[1])
+    return Work("gmm", flops, float(moved * itemsize), size=size)
 
 
-def tgmm_work(rows: int, inner: int, outer: int, groups: int, itemsize: int, sum_itemsize: int, most: Tiles) -> Work:
+def tgmm_work(
+    rows: int, inner: int, outer: int, groups: int, visits: int, itemsize: int, sum_itemsize: int, most: Tiles
+) -> Work:
     """The cost of adding, for each group, its rows' outer products [inner, outer] to the existing sums."""
     widths = zip((inner, outer), most.tgmm, strict=True)
     lines, columns = (-(-width // tile_width(width, widest)) for width, widest in widths)
     moved = rows * (inner * columns + outer * lines) * itemsize + 2 * groups * inner * outer * sum_itemsize
-    return Work("tgmm", 2.0 * rows * inner * outer, float(moved), min(inner, outer))
+    size = _tile_rows(rows, groups, visits)
+    flops = 2.0 * visits * size * _padded(inner, most.tgmm[0]) * _padded(outer, most.tgmm[1])
+    return Work("tgmm", flops, float(moved), size=size)

@@ -18,6 +18,7 @@ from shardwright.arguments.command_line import Parser
 from shardwright.compile.hlo.cost import count
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import CAUSES
+from shardwright.compile.report.estimate import ranged
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
 from shardwright.scripts.measure.tpu_rows import LLAMA8, step
@@ -111,7 +112,7 @@ def _cells(published: Published, report: Report) -> list[str]:
     shares = sorted(found["shares"].items(), key=lambda share: -share[1])
     return [
         f"{seconds:.2f}",
-        f"{found['seconds']:.2f}",
+        ranged(found["seconds"], (found["fastest"], found["slowest"]), ".2f"),
         f"{found['seconds'] / seconds - 1:+.1%}",
         f"{report['model_flops'] / peak / seconds:.1%}",
         f"{found['mfu']:.1%}",

@@ -33,7 +33,6 @@ def test_a_report_of_a_step_that_fits_adds_up(report: CompileReport) -> None:
     names = {b.module for b in report.largest_buffers}
     assert {"model.layers.*.mlp.experts.up_proj", "model.layers.*.mlp.experts.down_proj first moment"} <= names
     assert list(report.largest_buffers) == sorted(report.largest_buffers, key=lambda b: -b.bytes)
-    assert report.roofline.mfu_bound == pytest.approx(1e9 / 459e12 / report.roofline.seconds)
 
 
 def test_modules_share_the_step_among_them(report: CompileReport) -> None:
@@ -54,7 +53,7 @@ def test_the_json_has_these_keys_and_no_others(report: CompileReport, refused: C
         *("graph", "fits", "required_bytes", "held_bytes", "temp_bytes", "compile_seconds", "wall_seconds"),
         *("largest_buffers", "error"),
     ]
-    assert [*plain["roofline"]] == ["compute", "hbm", "ici", "dcn", "cycles", "bound", "mfu_bound"]
+    assert [*plain["roofline"]] == ["compute", "hbm", "ici", "dcn", "cycles", "bound"]
 
 
 def test_a_refusal_names_what_did_not_fit(refused: CompileReport) -> None:

@@ -24,7 +24,7 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.step.auto_remat import answer, with_remat
+from shardwright.step.auto_remat import answer, untaken, with_remat
 from tests.support.tpu_compiler import asked_of
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
@@ -76,6 +76,10 @@ def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full
     assert asked.count(TRAIN_STEP) <= 6
     job = Job.resolve(args, lambda: 8)
     assert answer(job, "v5p")[0] == ("full" if full > 1 else share)
+    line = untaken(with_remat(job, "full"), "v5p")  # a run that leaves it out is told
+    assert ("remat=auto" in line) == (full <= 1 and share > 0)
+    assert str(share) in line or not line
+    assert not untaken(with_remat(job, "full"), "v6e")
     assert with_remat(job, share).recipe.compute.remat == share
 
 
@@ -181,6 +185,41 @@ def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(tak
     tried = json.loads((tmp_path / "found.json").read_text())["tried"]
     assert tried[0]["what"] == "mixtral_ep, fsdp=1 × expert=8, 4 rows a device, remat 1"
     assert tried[0]["tokens_per_second"] == max(each["tokens_per_second"] for each in tried if each["fits"])
+
+
+def test_tune_says_which_settings_the_estimate_does_not_tell_from_the_fastest(taking, monkeypatch):
+    def found(graph: str, job: Job) -> CompileReport:
+        rows, kept = job.args.per_device_train_batch_size, job.recipe.compute.remat
+        report = taking(0.2 * rows if graph == TRAIN_STEP else 0.1, 100.0 * rows * (1 + 0.1 * kept))
+        seconds = report.estimate.seconds
+        near = dataclasses.replace(report.estimate, fastest=seconds / 1.1, slowest=seconds / 0.9)
+        return dataclasses.replace(report, estimate=near)
+
+    asked_of(monkeypatch, found)
+    _, out = run(dataclasses.replace(ARGS, per_device_train_batch_size=4), tune=60)
+    assert re.search(r"the fastest takes .*, 440 \(396 to 484\) tokens/s a chip", out)
+    (line,) = re.findall("tune:    (the estimate can't tell it from .*)", out)
+    assert "whose ranges overlap" in line
+    assert "4 rows a device, remat 0.75" in line
+    assert "2 rows" not in line
+
+
+@pytest.mark.parametrize(
+    ("topology", "compute", "options", "told"),
+    [
+        ("v5p:2x2x2", "remat=full", "", ["--compute remat=auto", "--tune 60"]),
+        ("v5p:2x2x2", "remat=0.5", "", ["--tune 60"]),
+        ("v6e:2x4", "remat=0.5", "", ["--compiler_options xla_tpu_scoped_vmem_limit_kib=98304", "--tune 60"]),
+        ("v6e:2x4", "remat=0.5", "xla_tpu_scoped_vmem_limit_kib=98304", ["--tune 60"]),
+    ],
+)
+def test_a_compile_tells_the_options_that_make_the_step_faster(taking, monkeypatch, topology, compute, options, told):
+    asked_of(monkeypatch, lambda *_: dataclasses.replace(taking(0.4, 100.0), topology=topology))
+    args, out = dataclasses.replace(ARGS, compute=compute), StringIO()
+    asked = CompileArguments(topology=topology, compiler_options=options)
+    compile_command.run(args, asked, Console(file=out, width=200))
+    said = re.findall("faster:  (.*)", out.getvalue())
+    assert [line.startswith(option) for line, option in zip(said, told, strict=True)] == [True] * len(told)
 
 
 def test_tune_climbs_from_each_recipe_though_another_starts_faster(taking, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.libtpu import CompileTarget, compile_for
 from shardwright.compile.libtpu_library import find_library
 from shardwright.compile.lowering import graphs_of, lower, shorter_steps
-from shardwright.compile.report.estimate import efficiencies
+from shardwright.compile.report.estimate import given_efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
@@ -33,7 +33,7 @@ class CompileJob:
     def of(cls, args: TrainingArguments, options: CompileArguments) -> CompileJob:
         """The job of ``args``; raises UserError for a bad slice or efficiency, arguments, recipe, model or prompts."""
         where = find_topology(str(options.topology), options.slices)
-        efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
+        given_efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
         if options.libtpu is not None:
             find_library(options.libtpu)  # as is one that is not there
         job = Job.resolve(args, lambda: where.devices)
@@ -87,6 +87,7 @@ class CompileJob:
             exchange=crossed[0] if crossed else None,
             tokens=job.tokens,
             efficiency=options.efficiency,
+            traced_layers=0 if job.recipe.compute.scan else job.config.get_text_config().num_hidden_layers,
         )
         given = (f"{name}={value}" for name, value in target.flags.items())
         flags = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), *given])

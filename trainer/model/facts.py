@@ -16,6 +16,7 @@ from shardwright.model.meta_model import is_multimodal, meta_model, names_in_who
 from shardwright.models.adapters.lora import Lora, adaptable, attach
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.layers import mtp
+from shardwright.models.mixers.work import state_multiply_adds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,8 +114,9 @@ class ModelFacts:
         """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them, without recomputation.
 
         6 for each pair of a weight and a token that meet in a matrix product (4 if the weight is frozen), where a token
-        meets only its own experts, and an embedding lookup is no product; and 6 × the width of query and value for each
-        pair of tokens that attend. None: the config does not say how many experts a token goes to.
+        meets only its own experts, and an embedding lookup is no product; 6 × the widths of query and value for each
+        pair of tokens that attend, in each layer by its kind; and 6 for each multiply-add of a recurrent layer's state.
+        None: the config does not say how many experts a token goes to.
         """
         if self.experts and self.routing is None:
             return None
@@ -131,11 +133,37 @@ class ModelFacts:
         further = len(mtp.layer_names(model))  # each uses the head once more
         if further and head is not None:
             weights += 6 * further * sum(p.numel() for p in head.parameters())
-        heads, depth = text.num_attention_heads, text.num_hidden_layers + further
-        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-        window = min(getattr(text, "sliding_window", None) or length, length)
-        pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
-        return weights * rows * length + 12 * depth * width * pairs * rows
+        heads = text.num_attention_heads
+        head = getattr(text, "head_dim", None) or text.hidden_size // heads
+        key, value = (getattr(text, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+        pairs = sum(attended_pairs(text, kind, length) for kind in layer_kinds(text))
+        pairs += further * attended_pairs(text, FULL, length)
+        recurrent = sum(kind not in ATTENTION for kind in layer_kinds(text))
+        state = 6 * recurrent * state_multiply_adds(text) * length
+        return rows * (weights * length + 6 * heads * (key + value) * pairs + state)
+
+
+FULL = "full_attention"
+ATTENTION = (FULL, "attention", "sliding_attention", "chunked_attention")  # of transformers' `layer_types`
+
+
+def layer_kinds(text: PretrainedConfig) -> list[str]:
+    """The kind of each layer, as `layer_types` has it; without it all slide or chunk where the config has a window."""
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    alike = next((kind for kind, window in windows.items() if getattr(text, window, None)), FULL)
+    return list(getattr(text, "layer_types", None) or [alike] * text.num_hidden_layers)
+
+
+def attended_pairs(text: PretrainedConfig, kind: str, length: int) -> float:
+    """The pairs of a token and one that it sees, in a row of a layer of that ``kind``; 0 where none attends."""
+    if kind == "chunked_attention":
+        chunk = min(text.attention_chunk_size, length)
+        whole, rest = divmod(length, chunk)
+        return (whole * chunk * (chunk + 1) + rest * (rest + 1)) / 2
+    if kind not in ATTENTION:
+        return 0.0
+    window = min(text.sliding_window or length, length) if kind == "sliding_attention" else length
+    return length * window - window * (window - 1) / 2
 
 
 _known: dict[Any, ModelFacts] = {}  # the last few configs'

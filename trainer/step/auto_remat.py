@@ -123,6 +123,14 @@ def answer(job: Job, chip: str) -> Answer:
     return Answer("full", f"nobody has asked {command('compile')} how much fits (the same options, and --topology)")
 
 
+def untaken(job: Job, chip: str) -> str:
+    """A line on what ``auto`` was found to be for ``job`` on ``chip``, which computes whole layers again; or empty."""
+    if job.recipe.compute.remat != "full":
+        return ""
+    found = answer(with_remat(job, AUTO), chip)
+    return "" if found.policy in ("full", 0) else f"full; --compute remat=auto is faster: {found.policy} ({found.why})"
+
+
 def _path(job: Job, chip: str) -> Path:
     args = job.args.as_dict()
     content = [job.recipe.as_dict(), job.config.to_dict(), {name: args[name] for name in _COUNTED}, job.devices, chip]

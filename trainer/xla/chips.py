@@ -63,7 +63,7 @@ class Chip:
 # DCN: the same pages, 50 Gbps a chip of v5p, 6.4 and 25.6 Tbps a pod of 256 v5e and v6e; v4's:
 # https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
 # 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
-# Host: PCIe of v4, the same page of the scaling book; for the others no figure was found, and v4's is taken.
+# Host: PCIe of v4 and v6e, the same page of the scaling book; for the others no figure was found, and v4's is taken.
 # tpu7x: docs.cloud.google.com/tpu/docs/tpu7x, for a chip 2,307 TFLOP/s, 192 GiB, 7,380 GB/s, ICI 1,200 GB/s both ways
 # together, DCN 100 Gbps; a device is half of it, and reaches the other half six times as fast as over a link. Its 9,216
 # chips as a torus: 16x24x24. MXUs: libtpu 0.0.52 estimates 420,000 FLOPs a cycle of a device for a large matmul: 4 of
@@ -74,7 +74,10 @@ CHIPS = {
         Chip("v4", "v4", "megacore", 275e12, 32 * _GIB - 1280 * _MIB, 1200e9, 6, 50e9, 6.25e9, 1.05e9, (16, 16, 16)),
         Chip("v5e", "v5e", None, 197e12, 16 * _GIB - 258 * _MIB, 819e9, 4, 50e9, 3.125e9, 1.5e9, (16, 16)),
         Chip("v5p", "v5", "megacore", 459e12, 96 * _GIB - 263 * _MIB, 2765e9, 6, 100e9, 6.25e9, 1.75e9, (16, 16, 24)),
-        Chip("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16), 256),
+        Chip(
+            *("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16)),
+            *(256, 32e9),
+        ),
         Chip(
             *("tpu7x", "tpu7x", None, 2307e12 / 2, 96 * _GIB - 1290 * _MIB, 7380e9 / 2, 6, 100e9, 6.25e9, 2.2e9),
             *((16, 24, 24), 256, 16e9, 2, 600e9),

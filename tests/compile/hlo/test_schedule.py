@@ -8,24 +8,25 @@ import math
 import pytest
 
 from shardwright.compile.hlo.cost import Counter
+from shardwright.compile.hlo.efficiency import KINDS, MEASURED, Reached
 from shardwright.compile.hlo.kernels import kernel_work
 from shardwright.compile.hlo.links import Links, Ring
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import seconds_of
-from shardwright.compile.report.estimate import EFFICIENCIES, efficiencies
+from shardwright.compile.report.estimate import estimate, given_efficiencies, overlap
 from shardwright.errors import UserError
 from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
 from shardwright.xla.chips import find_topology
 from tests.support.captured import V5P
 from tests.support.paths import ROOT
 
-WHOLE = dict.fromkeys(EFFICIENCIES, 1.0)
+WHOLE = dict.fromkeys(KINDS, 1.0)
 RING = Links(find_topology("v5p:4x4x4"), (4, 4, 4), (1, 1, 1))
 MESH = {"a": 4, "b": 4, "c": 4}
 
 
 def _seconds(text: str, efficiency: dict[str, float] = WHOLE) -> dict[str, float]:
-    return seconds_of(Counter(parse(text), MESH, 1, V5P, RING), V5P, efficiency)
+    return seconds_of(Counter(parse(text), MESH, 1, V5P, RING), V5P, Reached("v5p", given=efficiency))
 
 
 @pytest.mark.parametrize(("length", "block", "window"), [(4096, 1024, None), (4096, 512, 1024), (768, 128, 129)])
@@ -88,11 +89,11 @@ custom_call_target="tpu_custom_call"
     heads = Heads(24, 4096, 128, 128, 2)
     assert found == {
         **{phase: attention_work(phase, heads, 1024, reach=1) for phase in ("forward", "dkv", "dq")},
-        "gmm": gmm_work(2048, 256, 512, 7, 2, tiles(V5P.flops_a_byte)),
-        "tgmm": tgmm_work(2048, 256, 512, 4, 2, 4, tiles(V5P.flops_a_byte)),
+        "gmm": gmm_work(2048, 256, 512, 4, 7, 2, tiles(V5P.flops_a_byte)),
+        "tgmm": tgmm_work(2048, 256, 512, 4, 7, 2, 4, tiles(V5P.flops_a_byte)),
         "strange": None,
         "one": attention_work("dq", Heads(8, 4096, 128, 128, 2), 1024, reach=1),  # of one sequence
-        "unwritten": Work("unwritten", 0.0, 0.0, 0),
+        "unwritten": Work("unwritten", 0.0, 0.0),
     }
 
 
@@ -261,21 +262,79 @@ output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%goes_on
     assert _seconds(passing) == {"rest": pytest.approx(2 * 4 * 2**20 / V5P.hbm_bandwidth)}
 
 
-def test_efficiencies_are_the_users_to_change() -> None:
-    assert efficiencies() == {kind: each.value for kind, each in EFFICIENCIES.items()}
-    assert efficiencies("gmm=0.9, ici=1") == efficiencies() | {"gmm": 0.9, "ici": 1.0}
-    assert all(each.source and 0 < each.value <= 1 for each in EFFICIENCIES.values())
+@pytest.mark.parametrize(
+    ("rows", "groups", "tile", "inner", "outer", "counted"),
+    [
+        (16384, 8, 512, 4096, 14336, 39 / 32),  # 32 tiles, and 7 groups that begin inside one
+        (8192, 32, 128, 2048, 2880, 95 / 64 * 3072 / 2880),  # 2,880 columns fill four tiles of 768
+        (4096, 1, 256, 1024, 1024, 1.0),
+    ],
+)
+def test_a_grouped_product_counts_each_visit_of_a_tile_whole(
+    rows: int, groups: int, tile: int, inner: int, outer: int, counted: float
+) -> None:
+    visits, most = rows // tile + groups - 1, tiles(V5P.flops_a_byte)
+    for work in (
+        gmm_work(rows, inner, outer, groups, visits, 2, most),
+        tgmm_work(rows, inner, outer, groups, visits, 2, 4, most),
+    ):
+        assert work.size == tile
+        assert work.flops == pytest.approx(2 * rows * inner * outer * counted)
 
 
-def test_the_docs_state_every_efficiency_and_its_source() -> None:
+def test_the_part_of_a_peak_is_that_measured_at_its_size_and_between_two_on_the_logarithm() -> None:
+    ends = {which: Reached("v5p", which) for which in ("low", "middle", "high")}  # type: ignore[arg-type]
+    # splash attention on tpu7x, heads of 128: 25 and 31 % of a peak that they half fill, at 8k and 32k tokens
+    assert [ends["high"]("attention_forward", size) for size in (8192, 32768)] == [0.25 / 0.5, 0.31 / 0.5]
+    assert ends["middle"]("attention_forward", 16384) == pytest.approx((0.45 + 0.56) / 2)
+    assert ends["high"]("attention_forward", 512) == ends["high"]("attention_forward", 4096)
+    assert Work("attention_forward", 1.0, 0.0, (128, 128)).filled(256) == 0.5
+    assert Work("attention_forward", 1.0, 0.0, (192, 128)).filled(256) == (192 + 128) / 512
+    # an all-gather on tpu7x: 72, 162 and 179 GB/s of two links' 200
+    measured = {1.6e6: 72 / 200, 25e6: 162 / 200, 400e6: 179 / 200}
+    assert {size: ends["middle"]("ici", size) for size in measured} == pytest.approx(measured, rel=0.01)
+    # a copy on v6e and on tpu7x, of 1,640 and 7,380 GB/s
+    assert Reached("v6e")("hbm") == pytest.approx(1360 / 1640, rel=0.01)
+    assert Reached("tpu7x", "high")("hbm") == pytest.approx(6400 / 7380, rel=0.01)
+    assert Reached("v5p", given={"gmm": 0.9})("gmm", 128) == 0.9
+
+
+def test_each_measured_range_has_its_source_and_is_stated_in_the_docs() -> None:
     text = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
-    assert all(f"| {kind} | {x.value:g} | {x.of} | {x.source} |" in text for kind, x in EFFICIENCIES.items())
+    assert {row.kind for row in MEASURED} == {*KINDS}
+    for row in MEASURED:
+        assert 0 < row.low <= row.middle <= row.high
+        size = f"{row.size:,.0f}" if row.size else ""
+        cells = (row.kind, row.chip or "any", size, f"{row.low:g}", f"{row.middle:g}", f"{row.high:g}", row.source)
+        assert f"| {' | '.join(cells)} |" in text
+
+
+def test_a_range_is_the_root_of_its_causes_squares_and_the_hosts_program_may_be_the_longer() -> None:
+    seconds = {
+        "low": {"products": 7.0, "ici": 4.0},
+        "middle": {"products": 4.0, "ici": 0.0},
+        "high": {"products": 3.5, "ici": 0.0},
+    }
+    found = estimate(seconds, V5P, 100.0, V5P.flops, {})
+    assert (found.seconds, found.fastest, found.slowest) == (4.0, 3.5, 9.0)
+    assert found.rates() == (100 / 9, 100 / 3.5)
+    assert found.mfus() == (1 / 9, 1 / 3.5)
+    traced = estimate(seconds, V5P, 100.0, V5P.flops, {}, traced_layers=200)
+    assert (traced.seconds, traced.shares["trace"]) == (6.0, 2.0)
+    assert (traced.fastest, traced.slowest) == (3.5, 9.0)
+    assert overlap((1, 3), (3, 4))
+    assert not overlap((1, 2), (3, 4))
+
+
+def test_efficiencies_are_the_users_to_set() -> None:
+    assert given_efficiencies() == {}
+    assert given_efficiencies("gmm=0.9, ici=1, compiler=1.1") == {"gmm": 0.9, "ici": 1.0, "compiler": 1.1}
 
 
 @pytest.mark.parametrize("text", ["gm=0.9", "gmm", "gmm=", "gmm=0", "gmm=1.1", "gmm=nan", "gmm=fast", "=1"])
 def test_an_efficiency_that_cant_be_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--efficiency"):
-        efficiencies(text)
+        given_efficiencies(text)
 
 
 def test_the_time_of_a_real_compile_is_at_least_its_roofs(report, cost) -> None:  # type: ignore[no-untyped-def]

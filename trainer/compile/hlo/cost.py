@@ -83,6 +83,7 @@ class Counter:
         self.module, self.mesh, self.layers, self.links = module, mesh, layers, links
         self.bytes_a_cycle = {"ici": chip.ici_bandwidth / chip.clock, "dcn": chip.dcn_bandwidth / chip.clock}
         self.known: dict[str, Cost] = {}
+        self.counted: dict[tuple[str, str], Cost] = {}  # (computation, instruction) → its own cost
 
     def computation(self, computation: Computation) -> Cost:
         """The cost of one run."""
@@ -114,6 +115,12 @@ class Counter:
 
     def own(self, computation: Computation, instruction: Instruction) -> Cost:
         """The cost of an instruction that is one scheduled operation; all of its collectives' bytes are exposed."""
+        key = computation.name, instruction.name
+        if key not in self.counted:
+            self.counted[key] = self._own(computation, instruction)
+        return self.counted[key]
+
+    def _own(self, computation: Computation, instruction: Instruction) -> Cost:
         cost = Cost(cycles=_cycles(instruction))
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":

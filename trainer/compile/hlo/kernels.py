@@ -24,7 +24,7 @@ def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: flo
     outputs = list(kernel.leaves)
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
     if len(operands) == 1 and 100 * operands[0].bytes < outputs[0].bytes:  # an array that is made and not written
-        return Work("unwritten", 0.0, 0.0, 0)
+        return Work("unwritten", 0.0, 0.0)
     lists = [leaf for leaf in operands[:2] if _whole(leaf) and len(leaf.dims) == 3]
     if len(lists) == 2 and len(numbers) >= 3 and {len(leaf.dims) for leaf in numbers[:3]} in ({3}, {4}):
         # beside the lists: two arrays of segments if there are documents, and one of positions if there is a mask
@@ -51,12 +51,13 @@ def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf], masked: b
 def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf, flops_a_byte: float) -> Work | None:
     (left, right), most = numbers[:2], tiles(flops_a_byte)
     size = dtype_bits(left.dtype) // 8
+    visits = max((leaf.elements for leaf in operands if _whole(leaf)), default=1)
     if len(output.dims) == 2 and len(right.dims) == 3 and output.dims[0] == left.dims[0]:
-        visits = max((leaf.elements for leaf in operands if _whole(leaf)), default=1)
-        return gmm_work(left.dims[0], left.dims[1], output.dims[1], visits, size, most)
+        return gmm_work(left.dims[0], left.dims[1], output.dims[1], right.dims[0], visits, size, most)
     if len(output.dims) == 3 and len(right.dims) == 2 and right.dims[0] in left.dims:
         groups, inner, outer = output.dims
-        return tgmm_work(right.dims[0], inner, outer, groups, size, dtype_bits(output.dtype) // 8, most)
+        sum_size = dtype_bits(output.dtype) // 8
+        return tgmm_work(right.dims[0], inner, outer, groups, visits, size, sum_size, most)
     return None
 
 

@@ -37,7 +37,6 @@ class Links:
     topology: Topology
     ici: Sequence[int]  # factor of each axis within a slice, in mesh order
     dcn: Sequence[int]  # and over slices
-    efficiency: tuple[float, float] = (1.0, 1.0)  # reached part of the bandwidth of ICI and of DCN
 
     @cached_property
     def coordinates(self) -> list[tuple[int, ...]]:
@@ -65,14 +64,17 @@ class Links:
         return found
 
     def seconds(self, kind: str, network: str, group: Sequence[int], wire_bytes: float) -> float:
-        """Time of a collective that has the links to itself (``wire_bytes``: shardwright.compile.hlo.communication)."""
+        """Time of a collective that has the links to itself and fills them.
+
+        For ``wire_bytes`` see shardwright.compile.hlo.communication.
+        """
         chip = self.topology.chip
         if network == "dcn":
-            return wire_bytes / (chip.dcn_bandwidth * self.efficiency[1])
+            return wire_bytes / chip.dcn_bandwidth
         rings = self.rings(group)
         if chip.devices > 1 and not rings:  # between the devices of a chip
-            return wire_bytes / (chip.inner_bandwidth * self.efficiency[0])
-        bandwidth = chip.link_bandwidth * self.efficiency[0] / chip.devices
+            return wire_bytes / chip.inner_bandwidth
+        bandwidth = chip.link_bandwidth / chip.devices
         if kind == "collective-permute" or not rings:
             return wire_bytes / bandwidth
         if kind.endswith("all-to-all"):

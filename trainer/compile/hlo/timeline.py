@@ -6,6 +6,7 @@
   operations that only move or map elements say several times as much; published step times agree with the bytes
   (docs/estimate.md).
 - A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
+- Each of these at a part of the peak that :mod:`shardwright.compile.hlo.efficiency` has for its kind and size.
 - Asynchronous collectives use their network one after another, as scheduled; one that the compiler runs alone shares
   it with the one under way. Whatever is unsent when the schedule awaits it is time in which nothing is computed.
 - Copies to and from the host's memory use the link to the host in the same way. Asynchronous copies between HBM and
@@ -14,10 +15,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.compile.hlo.cost import Cost, Counter
+from shardwright.compile.hlo.efficiency import Reached
 from shardwright.compile.hlo.kernels import is_kernel, kernel_work
 from shardwright.compile.hlo.text import Computation, Instruction
 from shardwright.xla.chips import Chip
@@ -32,6 +33,7 @@ CAUSES = {
     "ici": "waiting for chips of the slice",
     "dcn": "waiting for other slices",
     "host": "waiting for the host's memory",
+    "trace": "waiting for the host's program",
 }
 
 
@@ -65,17 +67,17 @@ class Run:
             ends[:] = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
 
 
-def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of one execution by cause, a key of :data:`CAUSES`; ``efficiency`` is `report.estimate.efficiencies`'."""
-    return _Schedule(counter, chip, efficiency).computation(counter.module.entry).seconds
+def seconds_of(counter: Counter, chip: Chip, reached: Reached) -> dict[str, float]:
+    """Seconds of one execution by cause, a key of :data:`CAUSES`."""
+    return _Schedule(counter, chip, reached).computation(counter.module.entry).seconds
 
 
 class _Schedule:
     """Times each computation once, however often it is called."""
 
-    def __init__(self, counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> None:
-        self.counter, self.chip, self.efficiency = counter, chip, efficiency
-        self.bandwidth = chip.hbm_bandwidth * efficiency["hbm"]
+    def __init__(self, counter: Counter, chip: Chip, reached: Reached) -> None:
+        self.counter, self.chip, self.reached = counter, chip, reached
+        self.bandwidth = chip.hbm_bandwidth * reached("hbm")
         self.known: dict[str, Run] = {}
 
     def computation(self, computation: Computation) -> Run:
@@ -111,25 +113,26 @@ class _Schedule:
         if is_kernel(instruction) and (work := kernel_work(computation, instruction, chip.flops_a_byte)):
             if not work.flops:
                 return "rest", work.hbm_bytes / self.bandwidth
-            reached = self.efficiency[work.kind]
-            if work.kind.startswith("attention"):  # a narrow head leaves a part of a matrix unit without work
-                reached = min(reached, work.width / chip.mxu)
+            reached = self.reached(work.kind, work.size) * work.filled(chip.mxu)
             seconds = max(work.flops / (chip.flops * reached), work.hbm_bytes / self.bandwidth)
             return ("grouped" if work.kind.endswith("gmm") else work.kind), seconds
         if own.kernel_flops:  # another's kernel, with a cost estimate
-            return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])
+            return "grouped", own.kernel_flops / (chip.flops * self.reached("gmm"))
         if own.collectives and not own.cycles:  # it moves the collective's bytes alone
             return "rest", 0.0
-        cycles = own.cycles / (chip.clock * self.efficiency["compiler"])
+        cycles = own.cycles / (chip.clock * self.reached("compiler"))
         if own.flops:
             return "products", max(cycles, moved, own.flops / chip.flops)
         return "rest", moved or cycles
 
     def _send(self, run: Run, computation: Computation, instruction: Instruction, own: Cost) -> None:
         """Queues an instruction's transfers; without a later instruction that awaits them, the schedule does."""
-        sent = [(key.network, traffic.seconds) for key, traffic in own.collectives.items()]
+        sent = [
+            (key.network, traffic.seconds / self.reached(key.network, traffic.wire_bytes / max(traffic.count, 1)))
+            for key, traffic in own.collectives.items()
+        ]
         if own.host_bytes:
-            sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.efficiency["host"])))
+            sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.reached("host"))))
         awaiting = self.counter.end(computation, instruction) if sent else None
         for network, seconds in sent:
             left = max(run.until.get(network, 0.0) - run.now, 0.0)

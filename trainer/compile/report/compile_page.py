@@ -1,11 +1,11 @@
 """A compile report as one HTML file."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardwright.compile.hlo.efficiency import KINDS, rows_of
 from shardwright.compile.report import summary
-from shardwright.compile.report.estimate import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.html import render
 from shardwright.report.units import size
@@ -20,11 +20,7 @@ def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequen
 
 def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] = ()) -> str:
     """The report of the job ``title`` as HTML; ``tried``: rows under `summary.TRIED_HEADER`, one a neighbour."""
-    whole, changed = report.estimate.seconds, report.estimate.efficiency
-    efficiencies = [
-        (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
-        for kind, each in EFFICIENCIES.items()
-    ]
+    whole, set_by_user = report.estimate.seconds, report.estimate.efficiency
     axes: dict[str, float] = defaultdict(float)
     for line in report.collectives:
         axes[line.axis] += line.wire_bytes
@@ -41,9 +37,22 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         shares=[(cause, s, f"{s:,.3f} s ({s / whole:.1%})") for cause, s in summary.share_rows(report)],
         roofs=[(summary.ROOFS[name], s, f"{s:,.4f} s") for name, s in report.roofline.times.items()],
         axes=[(axis, sent, size(sent)) for axis, sent in sorted(axes.items(), key=lambda item: -item[1])],
-        efficiencies=efficiencies,
+        efficiencies=_efficiencies(report.topology.partition(":")[0], set_by_user),
         collectives=[
             (*summary.sent_cells(x), x.kind, x.axis, summary.what_for(x), x.shape)
             for x in report.collectives[: summary.ROWS]
         ],
     )
+
+
+def _efficiencies(chip: str, given: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Rows under `summary.EFFICIENCY_HEADER`: what is taken for ``chip``, and of the kinds ``given`` by the user."""
+    found: list[tuple[str, ...]] = []
+    for kind, (of, size_of) in KINDS.items():
+        if kind in given:
+            found.append((kind, "", f"{given[kind]:.1%}", of, "--efficiency"))
+            continue
+        for row in rows_of(kind, chip):
+            at = f"{row.size:,.0f} {size_of}" if row.size else ""
+            found.append((kind, at, f"{row.middle:.1%} ({row.low:.1%} to {row.high:.1%})", of, row.source))
+    return found

@@ -1,100 +1,114 @@
-"""A step's estimated time, and the efficiencies that it assumes: parts of the chip's peaks, each with its source.
-
-Nothing here was measured by this project. A figure published for one generation is taken for all of them; the user can
-change each (``--efficiency``).
-"""
+"""A step's estimated time as a range with its middle, from the parts of the chip's peaks that it is taken to reach."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwright.compile.hlo.efficiency import KINDS, MEASURED
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.errors import UserError, did_you_mean
 from shardwright.xla.chips import Chip
 
-
-@dataclass(frozen=True)
-class Efficiency:
-    """The reached part ``value`` of the peak ``of``; ``source``: who measured it, on what."""
-
-    value: float
-    of: str
-    source: str
+Ends = tuple[float, float]  # of a range, the lower first
+# Seconds in which the host traces one layer that runs by itself, once a step: slow, middle, fast. docs/numbers.md,
+# depth, on this project's machine of two cores: 30 ms a layer of 8 layers, 44 of 32; a TPU's host has faster ones.
+TRACE_SECONDS = (0.044, 0.030, 0.015)
 
 
-_AXLEARN = "github.com/apple/axlearn, commit c40b39a5: v5p, 2 sequences of 8,192, window 1,024, 110 heads of 128"
-_JAX = "docs.jax.dev/en/latest/pallas/tpu/matmul.html: v5e, bfloat16"
+def given_efficiencies(text: str = "") -> dict[str, float]:
+    """Kind → part of the peak, from ``gmm=0.9,ici=0.8``: one number in place of a range.
 
-_CYCLES = f"{_JAX}: XLA's product of 8,192³ in 6.05 ms, for which the compiler's cycles are 6.37 ms (step_times.py)"
-_FORWARD = f"{_AXLEARN}: forward in 7.2 ms, which is 1.33e12 FLOPs in blocks of 512"
-_BACKWARD = f"{_AXLEARN}: backward in 30.1 ms with one kernel, said to save up to 14 % over our two"
-_GMM = f"{_JAX}: Pallas in tiles of 512 × 1,024 × 1,024, 78.5 % at 4,096³, 91.5 at 8,192³"
-EFFICIENCIES: dict[str, Efficiency] = {
-    "compiler": Efficiency(1.0, "the speed that the compiler's cycles mean", _CYCLES),
-    "attention_forward": Efficiency(0.40, "peak FLOP/s", _FORWARD),
-    "attention_backward": Efficiency(0.30, "peak FLOP/s", _BACKWARD),
-    "gmm": Efficiency(0.85, "peak FLOP/s", _GMM),
-    "tgmm": Efficiency(0.785, "peak FLOP/s", f"{_JAX}: the lower of the two, since tiles are half as wide here"),
-    "hbm": Efficiency(1.0, "HBM bandwidth", "none found: the bandwidth of the chip's page"),
-    "ici": Efficiency(1.0, "ICI bandwidth", "none found: the ring model of jax-ml.github.io/scaling-book/sharding"),
-    "host": Efficiency(1.0, "PCIe bandwidth", "none found: v4's, of jax-ml.github.io/scaling-book/tpus, for all"),
-    "dcn": Efficiency(1.0, "DCN bandwidth", "none found: the bandwidth of the chip's page"),
-}
-
-
-def efficiencies(text: str = "") -> dict[str, float]:
-    """Kind → reached part of the peak: :data:`EFFICIENCIES`, overridden by ``text``, ``gmm=0.9,ici=0.8``.
-
-    Raises UserError for an unknown kind, and a value outside (0, 1].
+    Raises UserError for an unknown kind, and a value outside (0, 1], or beyond the highest that was measured.
     """
-    values = {kind: each.value for kind, each in EFFICIENCIES.items()}
+    values: dict[str, float] = {}
     for word in filter(None, text.replace(" ", "").split(",")):
         kind, _, number = word.partition("=")
-        if kind not in values:
+        if kind not in KINDS:
             raise UserError(
                 asked=f"--efficiency {word}",
                 found=f"no kind {kind!r}",
                 why="an efficiency belongs to one of the kinds that the estimate tells apart",
-                instead=did_you_mean(kind, values) + "one of: " + ", ".join(values),
+                instead=did_you_mean(kind, KINDS) + "one of: " + ", ".join(KINDS),
             )
         try:
             values[kind] = float(number)
         except ValueError:
             values[kind] = math.nan
-        if not 0 < values[kind] <= 1:
+        most = max(1.0, *(row.high for row in MEASURED if row.kind == kind))
+        if not 0 < values[kind] <= most:
             raise UserError(
                 asked=f"--efficiency {word}",
                 found=f"{number!r}" if number else "no value",
                 why="it is the part of a peak that is reached",
-                instead=f"a number above 0, at most 1: {kind}=0.8",
+                instead=f"a number above 0, at most {most:g}: {kind}=0.8",
             )
     return values
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's estimated time."""
+    """A step's estimated time; 0 seconds: it was not compiled."""
 
-    seconds: float
+    seconds: float  # the middle of the range
     tokens_per_second: float | None  # of a chip, if the step's tokens are known
     mfu: float | None  # model FLOPs over the chip's peak in that time, if they are known
     shares: dict[str, float]  # cause → seconds, in the order of `hlo.timeline.CAUSES`
-    efficiency: dict[str, float]  # those that the user changed
+    efficiency: dict[str, float]  # those that the user set
+    fastest: float = 0.0  # seconds at the ends of the range
+    slowest: float = 0.0
+
+    def rates(self) -> Ends | None:
+        """Tokens/s of a chip at the ends of the range, the lower first; None: the step's tokens are not known."""
+        return self._ends(self.tokens_per_second)
+
+    def mfus(self) -> Ends | None:
+        """MFU at the ends of the range, the lower first; None: the model FLOPs are not known."""
+        return self._ends(self.mfu)
+
+    def _ends(self, middle: float | None) -> Ends | None:
+        return None if middle is None else (middle * self.seconds / self.slowest, middle * self.seconds / self.fastest)
+
+
+def ranged(middle: float, ends: Ends | None, form: str = ",.0f") -> str:
+    """``7,059 (6,410 to 7,702)``; a middle alone if its range is not known."""
+    return f"{middle:{form}}" + (f" ({ends[0]:{form}} to {ends[1]:{form}})" if ends else "")
+
+
+def overlap(one: Ends, other: Ends) -> bool:
+    """Whether two ranges (low, high) have a number in common."""
+    return one[0] <= other[1] and other[0] <= one[1]
 
 
 def estimate(
-    seconds: Mapping[str, float],
+    seconds: Mapping[str, Mapping[str, float]],
     chip: Chip,
     tokens: float | None,
     model_flops: float | None,
-    efficiency: Mapping[str, float],
+    given: Mapping[str, float],
+    traced_layers: int = 0,
 ) -> Estimate:
-    """The estimate of a step from its seconds by cause; ``tokens`` and ``model_flops`` are a chip's."""
-    total = sum(seconds.values())
+    """The estimate of a step from its seconds by cause, with all efficiencies ``low``, ``middle`` and ``high``.
+
+    ``tokens`` and ``model_flops`` are a chip's, and ``traced_layers`` those that the host traces by themselves in each
+    step, while the chip works. What causes miss of their middles is taken to be independent: the range is the root of
+    the sum of their squares. Empty ``seconds``: the step was not compiled.
+    """
+    shares = {cause: seconds.get("middle", {}).get(cause, 0.0) for cause in CAUSES}
+    device = sum(shares.values())
+    ends = [math.hypot(*(_of(seconds, end, c) - shares[c] for c in CAUSES)) for end in ("low", "high")]
+    slow, middle, fast = (layer * traced_layers for layer in TRACE_SECONDS) if device else (0.0, 0.0, 0.0)
+    shares["trace"] = max(middle - device, 0.0)
+    total = sum(shares.values())
     return Estimate(
         seconds=total,
         tokens_per_second=tokens / total if total > 0 and tokens is not None else None,
         mfu=model_flops / chip.flops / total if total > 0 and model_flops is not None else None,
-        shares={cause: seconds.get(cause, 0.0) for cause in CAUSES},
-        efficiency={kind: value for kind, value in efficiency.items() if value != EFFICIENCIES[kind].value},
+        shares=shares,
+        efficiency=dict(given),
+        fastest=max(device - ends[1], fast),
+        slowest=max(device + ends[0], slow),
     )
+
+
+def _of(seconds: Mapping[str, Mapping[str, float]], end: str, cause: str) -> float:
+    return seconds.get(end, {}).get(cause, 0.0)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.compile.hlo.cost import Cost, Counter
+from shardwright.compile.hlo.efficiency import Reached, Which
 from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import Module, parse
 from shardwright.compile.hlo.timeline import seconds_of
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
-from shardwright.compile.report.estimate import Estimate, efficiencies, estimate
+from shardwright.compile.report.estimate import Estimate, estimate, given_efficiencies
 from shardwright.compile.report.memory import Buffer, MemorySizes, largest_buffers, memory_of
 from shardwright.step.auto_remat import LayerValue
 from shardwright.xla.chips import Chip, Topology
@@ -31,7 +32,8 @@ class Expected:
     model_flops: float | None = None  # of one step on all chips, as MFU counts them (no recomputation)
     exchange: str | None = None  # axis over which tokens are to be exchanged: an all-to-all over another is flagged
     tokens: int | None = None  # of one step on all chips
-    efficiency: str = ""  # overrides, as `report.estimate.efficiencies` reads them
+    efficiency: str = ""  # overrides, as `report.estimate.given_efficiencies` reads them
+    traced_layers: int = 0  # that the host traces by themselves in each step
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,6 @@ class Roofline:
     # left out: they say several times the time (docs/estimate.md).
     cycles: float
     bound: str  # name of the longest
-    mfu_bound: float | None  # MFU at that time, if the model's FLOPs are known
 
     @property
     def seconds(self) -> float:
@@ -171,8 +172,8 @@ def make_report(
         dcn: mesh axis → number of slices that it spans; None: one each.
     """
     module, chip = parse(hlo) if hlo else None, where.chip
-    efficiency = efficiencies(expected.efficiency)
-    cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
+    given = given_efficiencies(expected.efficiency)
+    cost, seconds = _measure(module, lowered, where, dcn or {}, given) if module else (Cost(), {})
     sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
@@ -211,21 +212,24 @@ def make_report(
         collectives=tuple(collectives),
         roofline=_roofline(cost, collectives, chip, model_flops),
         graphs=(graph,),
-        estimate=estimate(seconds_by_cause, chip, tokens, model_flops, efficiency),
+        estimate=estimate(seconds, chip, tokens, model_flops, given, expected.traced_layers),
         values=lowered.values,
         libtpu=result.get("libtpu", ""),
     )
 
 
 def _measure(
-    module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
-) -> tuple[Cost, dict[str, float]]:
-    """The cost of one execution for a chip, and its seconds by cause."""
+    module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], given: Mapping[str, float]
+) -> tuple[Cost, dict[str, dict[str, float]]]:
+    """The cost of one execution for a chip; its seconds by cause, with all efficiencies low, in the middle and high."""
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
-    links = Links(where, inside, over, (efficiency["ici"], efficiency["dcn"]))
-    counter = Counter(module, lowered.mesh, lowered.layers, where.chip, links)
-    return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
+    counter = Counter(module, lowered.mesh, lowered.layers, where.chip, Links(where, inside, over))
+    ends: tuple[Which, ...] = ("low", "middle", "high")
+    seconds: dict[str, dict[str, float]] = {
+        end: seconds_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends
+    }
+    return counter.computation(module.entry), seconds
 
 
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:
@@ -248,5 +252,4 @@ def _roofline(cost: Cost, lines: Sequence[CollectiveLine], chip: Chip, model_flo
         "cycles": sum(exposed, cost.product_cycles / chip.clock + cost.kernel_flops / chip.flops),
     }
     bound = max(times, key=lambda name: times[name])
-    mfu = model_flops / chip.flops / times[bound] if model_flops is not None and times[bound] > 0 else None
-    return Roofline(**times, bound=bound, mfu_bound=mfu)
+    return Roofline(**times, bound=bound)

@@ -2,6 +2,7 @@
 
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
+from shardwright.compile.report.estimate import ranged
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.units import size
 from shardwright.xla.chips import find_topology
@@ -15,11 +16,12 @@ ROOFS = {  # how each of `Roofline.times` is made
     "cycles": "compiler's cycles of matrix products ÷ clock, kernels' FLOPs ÷ peak, and what is sent alone",
 }
 SHARES_HEADER = ("estimated step", "seconds", "share", "")
-EFFICIENCY_HEADER = ("kind", "reached", "of", "source")
+EFFICIENCY_HEADER = ("kind", "at", "reached", "of", "source")
 HOW_ESTIMATED = (
     "Operations one after another, as scheduled: each takes the compiler's cycles, or its bytes over the HBM's "
     "bandwidth if that is longer; a kernel its FLOPs over the peak. Collectives go by the ring model beside them. "
-    "--efficiency changes the parts of a peak that are taken to be reached:"
+    "Each at a part of its peak, a range from published measurements; the step's range is the root of the sum of what "
+    "the causes' ranges add, squared. --efficiency sets a part:"
 )
 MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
 GRAPH_HEADER = ("graph of the run", "fits", "HBM a chip", "of it state beside", "compile, CPU")
@@ -39,11 +41,11 @@ def estimate_line(report: CompileReport) -> str:
     found = report.estimate
     if not found.seconds:
         return ""
-    parts = [f"Estimated: {found.seconds:,.3f} s a step"]
+    parts = [f"Estimated: {ranged(found.seconds, (found.fastest, found.slowest), ',.3f')} s a step"]
     if found.tokens_per_second is not None:
-        parts.append(f"{found.tokens_per_second:,.0f} tokens/s a chip")
+        parts.append(f"{ranged(found.tokens_per_second, found.rates())} tokens/s a chip")
     if found.mfu is not None:
-        parts.append(f"{found.mfu:.1%} MFU")
+        parts.append(f"{ranged(found.mfu, found.mfus(), '.1%')} MFU")
     changed = ", ".join(f"{kind}={value:g}" for kind, value in found.efficiency.items())
     return ", ".join(parts) + (f" (with --efficiency {changed})" if changed else "")
 
@@ -100,8 +102,6 @@ def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
         ("sent by a chip", f"{size(report.wire_bytes)}, {exposed}"),
         ("step takes at least", f"{roof.seconds:,.3f} s, bound by {roof.bound} (estimate)"),
     ]
-    if roof.mfu_bound is not None:
-        facts.append(("MFU at most", f"{roof.mfu_bound:.1%} (estimate)"))
     if report.kernels:
         names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
         facts.append(("not in FLOPs and cycles", f"kernels that tell no FLOPs: {names}"))

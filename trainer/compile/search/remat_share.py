@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from shardwright.compile.compile_job import CompileJob
+from shardwright.compile.report.estimate import ranged
 from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.report.lines import say, waiting
@@ -27,7 +28,8 @@ def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, Compile
             report = reports[parts] = job.with_remat(parts / PARTS).compile()
         needed = report.largest_graph.needed_bytes
         rate = report.estimate.tokens_per_second or 0.0
-        fits = f"{rate:,.0f} tokens/s a chip (estimate)" if report.fits else "does not fit"
+        said = ranged(rate, report.estimate.rates())
+        fits = f"{said} tokens/s a chip (estimate)" if report.fits else "does not fit"
         say(console, f"remat:   {parts}/{PARTS} of the values kept: {size(needed)}, {fits}")
         limit = MARGIN * report.chip_hbm_bytes
         if report.fits and needed <= limit:

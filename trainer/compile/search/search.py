@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from shardwright.compile.compile_job import CompileJob
+from shardwright.compile.report.estimate import Ends, ranged
 from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto
@@ -32,24 +33,28 @@ class Trial:
     mfu: float | None = None
     wall_seconds: float | None = None  # to compile all its graphs
     refused: str = ""  # why it could not be compiled; empty if it could
+    rates: Ends | None = None  # tokens/s at the ends of the estimate's range
 
     def __str__(self) -> str:
         if self.refused:
             return f"can't be: {self.refused}"
-        speed = f"{self.tokens_per_second:,.0f} tokens/s a chip" if self.tokens_per_second is not None else ""
+        speed = f"{self._speed} tokens/s a chip" if self._speed else ""
         mfu = f"{self.mfu:.1%} MFU (estimate)" if self.mfu is not None else ""
         words = ["fits" if self.fits else "does not fit", size(self.required_bytes or 0), speed, mfu]
         return ", ".join(filter(None, words))
+
+    @property
+    def _speed(self) -> str:
+        return "" if self.tokens_per_second is None else ranged(self.tokens_per_second, self.rates)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row under :data:`shardwright.compile.report.summary.TRIED_HEADER`."""
         fits = "yes" if self.fits else "no"
         needed = size(self.required_bytes) if self.required_bytes is not None else ""
-        speed = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else ""
         mfu = f"{self.mfu:.1%}" if self.mfu is not None else ""
         took = f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused
-        return (self.what, "can't be" if self.refused else fits, needed, speed, mfu, took)
+        return (self.what, "can't be" if self.refused else fits, needed, self._speed, mfu, took)
 
 
 def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Trial], auto: bool = False) -> int:
@@ -127,8 +132,10 @@ def _try(what: str, neighbour: Neighbour, console: Console) -> Trial:
 
 def _trial(what: str, report: CompileReport) -> Trial:
     seconds, estimate = sum(graph.wall_seconds for graph in report.graphs), report.estimate
-    speed = (estimate.tokens_per_second, estimate.mfu) if report.fits else (None, None)
-    return Trial(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
+    if not report.fits:
+        return Trial(what, False, report.largest_graph.needed_bytes, wall_seconds=seconds)
+    speed = (estimate.tokens_per_second, estimate.mfu)
+    return Trial(what, True, report.largest_graph.needed_bytes, *speed, seconds, rates=estimate.rates())
 
 
 def moved_meshes(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:

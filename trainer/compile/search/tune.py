@@ -19,6 +19,7 @@ from rich.console import Console
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_job import CompileJob
+from shardwright.compile.report.estimate import overlap
 from shardwright.compile.search.remat_share import MARGIN
 from shardwright.compile.search.search import Trial, moved_meshes
 from shardwright.errors import UserError, command
@@ -29,6 +30,7 @@ from shardwright.layout.load_recipe import shipped_recipes
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 
+_SHOWN = 4  # settings that the estimate can't tell from the fastest
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # values of remat
 
 
@@ -129,6 +131,13 @@ class Tuning:
         settings = (setting for setting in self.tried if setting.recipe not in without)
         return max(settings, key=lambda setting: _rank(self.tried[setting]), default=None)
 
+    def untold(self, best: Setting) -> list[Setting]:
+        """The settings that fit and whose range of speed overlaps that of ``best``, the fastest first."""
+        ends = self.tried[best].rates
+        found = {setting: trial.rates for setting, trial in self.tried.items() if trial.fits and setting != best}
+        near = [setting for setting, rates in found.items() if ends and rates and overlap(ends, rates)]
+        return sorted(near, key=lambda setting: _rank(self.tried[setting]), reverse=True)
+
     def _starts(self) -> Iterator[Setting]:
         """The job's own recipe and all others that take its model, each with its own mesh."""
         others = shipped_recipes() if self.args.model else ()  # else the model is the recipe's own
@@ -174,7 +183,8 @@ class Tuning:
             return Trial(str(setting), refused=str(error.found).splitlines()[0])
         needed, speed = report.largest_graph.needed_bytes, report.estimate
         fits = report.fits and needed <= MARGIN * report.chip_hbm_bytes
-        return Trial(str(setting), fits, needed, speed.tokens_per_second or 0.0, speed.mfu or 0.0)
+        rate, mfu = speed.tokens_per_second or 0.0, speed.mfu or 0.0
+        return Trial(str(setting), fits, needed, rate, mfu, rates=speed.rates())
 
     def _write(self) -> None:
         content = [[asdict(setting), asdict(trial)] for setting, trial in self.tried.items()]
@@ -206,6 +216,9 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
         say(console, f"tune:    the time of --tune {options.tune} is over; the same command tries more")
     found = best.of(args)
     say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {_text(tuning.tried[best])}")
+    if near := tuning.untold(best):
+        names = "; ".join(map(str, near[:_SHOWN])) + (f"; and {len(near) - _SHOWN} more" if near[_SHOWN:] else "")
+        say(console, f"tune:    the estimate can't tell it from {len(near)} others, whose ranges overlap: {names}")
     say(console, f"tune:    {command('train')} {shlex.join(options_of(found))}")
     return CompileJob.of(found, options), sorted(tuning.tried.values(), key=_rank, reverse=True)
 

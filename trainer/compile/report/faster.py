@@ -1,0 +1,24 @@
+"""Options that a compiled job leaves out and that would make its step faster, as lines for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardwright.compile.report.report import CompileReport
+from shardwright.report.units import size
+from shardwright.xla.chips import RUN_FLAGS
+
+_ROOM = 0.8  # of the HBM; less than that taken leaves room for more of the layers' values
+
+
+def faster_options(report: CompileReport, remat: str | float, flags: Mapping[str, str]) -> Iterator[str]:
+    """A line for each option that pays where the job compiled to ``report`` with this remat and compiler flags fits."""
+    if not report.fits:
+        return
+    left = report.chip_hbm_bytes - report.largest_graph.needed_bytes
+    if remat in ("full", 0) and left > (1 - _ROOM) * report.chip_hbm_bytes:
+        yield f"--compute remat=auto keeps what pays of the layers' values in the {size(left)} that are left"
+    for flag, value in RUN_FLAGS.get(report.topology.partition(":")[0], {}).items():
+        if flag not in flags:
+            yield f"--compiler_options {flag}={value} is what a run sets, and takes several times as long to compile"
+    yield "--tune 60 tries rows a device, remat, meshes and recipes for an hour, and ends with the fastest command"
