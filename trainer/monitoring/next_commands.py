@@ -1,0 +1,40 @@
+"""Commands for what a run leaves: load it, export a checkpoint, evaluate it, go on."""
+
+import shlex
+from collections.abc import Collection
+
+from shardwright.arguments.run_file import RUN_FILE
+from shardwright.checkpoint.lineage import folder_of
+from shardwright.errors import command
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+
+MODEL = "model"
+
+
+def next_commands(
+    job: Job, folder: Folder, step: int, saved: int | None, there: Collection[str]
+) -> list[tuple[str, str]]:
+    """(what for, the line) for the files ``there`` in the output ``folder``, after ``step``.
+
+    ``saved`` is the step of the last checkpoint. Lines are the shell's; the first is Python.
+    """
+    model, recipe, found = str(folder / MODEL), shlex.quote(job.args.recipe), []
+    base = job.args.model or model
+    if MODEL in there:
+        kind = "SequenceClassification" if job.facts.scores_texts else "CausalLM"
+        loads = f"transformers import AutoModelFor{kind}\nmodel = AutoModelFor{kind}"
+        if job.lora is not None:
+            loads = f"peft import AutoPeftModelFor{kind}\nmodel = AutoPeftModelFor{kind}"
+        found.append(("load it (Python)", f"from {loads}.from_pretrained({model!r})"))
+        if not job.facts.scores_texts:
+            what = f"--model {shlex.quote(base)} --adapter {shlex.quote(model)}" if job.lora is not None else ""
+            what = what or f"--model {shlex.quote(model)}"
+            found.append(("evaluate it", f"{command('evaluate')} {what} --recipe {recipe} --tasks arc_easy"))
+    if saved is not None:
+        checkpoint = shlex.quote(str(folder_of(folder, saved)))
+        found.append(("export a checkpoint", f"{command('export')} --checkpoint {checkpoint} --output my-model"))
+        further = "" if step < job.args.max_steps else f" --max_steps {2 * step}"
+        go_on = f"{command('train')} --config {shlex.quote(str(folder / RUN_FILE))} --resume_from_checkpoint latest"
+        found.append(("go on", go_on + further))
+    return found
