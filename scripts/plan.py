@@ -1,7 +1,7 @@
 """Print where a recipe puts every parameter of a model, and what a device holds; needs no device, no weights.
 
 python scripts/plan.py --recipe mixtral_ep --model docs/configs/mixtral_8x7b.json --devices 64
-python scripts/plan.py --recipe mixtral_ep --devices 64 --html plan.html     # the same as a page: the mesh, and each cut
+python scripts/plan.py --recipe mixtral_ep --devices 64 --html plan.html     # the same as a page, to point at
 python scripts/plan.py --recipe auto --model docs/configs/qwen3_30b_a3b.json --write my_recipe.py
 """
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from shardwright.compile.report import summary
 from shardwright.compile.report.estimate import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport
+from shardwright.compile.report.schedule_pictures import roofline_picture, timeline_picture
+from shardwright.compile.report.timelines import COLUMNS
 from shardwright.report.html import render
 from shardwright.report.units import size
 from shardwright.step.auto_remat import VALUES_HEADER, value_rows
+from shardwright.xla.chips import CHIPS
 
 
 def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequence[Sequence[str]] = ()) -> None:
@@ -25,6 +28,7 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
         for kind, each in EFFICIENCIES.items()
     ]
+    causes = [cause for cause, seconds in report.estimate.shares.items() if seconds]
     axes: dict[str, float] = defaultdict(float)
     for line in report.collectives:
         axes[line.axis] += line.wire_bytes
@@ -35,6 +39,9 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         summary=summary,
         title=title or "Compile report",
         tried=tried,
+        columns=COLUMNS,
+        timelines=[timeline_picture(each, report, causes) for each in report.timelines],
+        roofline=roofline_picture(report, CHIPS[report.topology.partition(":")[0]]),
         memory=[(name, part, size(part)) for name, part in summary.memory_parts(report)],
         values_header=VALUES_HEADER,
         values=value_rows(report.values),

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.compile.hlo.buffers import held_over_time
 from shardwright.compile.hlo.cost import Cost, Counter
 from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import Module, parse
-from shardwright.compile.hlo.timeline import seconds_of
+from shardwright.compile.hlo.timeline import Run, schedule_of
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
 from shardwright.compile.report.estimate import Estimate, efficiencies, estimate
 from shardwright.compile.report.memory import Buffer, MemorySizes, largest_buffers, memory_of
+from shardwright.compile.report.timelines import Timeline, timelines_of
 from shardwright.step.auto_remat import LayerValue
 from shardwright.xla.chips import Chip, Topology
 
@@ -116,6 +118,7 @@ class CompileReport(MemorySizes):
     estimate: Estimate  # of the train step; 0 seconds if it was not compiled
     uncompiled: tuple[str, ...] = ()  # names of the run's graphs that are the train step with fewer tokens
     values: tuple[LayerValue, ...] = ()  # as in `LoweredGraph`
+    timelines: tuple[Timeline, ...] = ()  # of the train step, then of one run of its longest loops
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """Merges the memory of another graph of the same run into the verdict of this step, which fits."""
@@ -133,7 +136,10 @@ class CompileReport(MemorySizes):
         return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All but the timelines, which are pictures."""
+        plain = dataclasses.asdict(self)
+        del plain["timelines"]
+        return plain
 
     @property
     def unplanned(self) -> list[CollectiveLine]:
@@ -171,7 +177,7 @@ def make_report(
     """
     module, chip = parse(hlo) if hlo else None, where.chip
     efficiency = efficiencies(expected.efficiency)
-    cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
+    cost, run = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), Run())
     sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
@@ -210,20 +216,21 @@ def make_report(
         collectives=tuple(collectives),
         roofline=_roofline(cost, collectives, chip, model_flops),
         graphs=(graph,),
-        estimate=estimate(seconds_by_cause, chip, tokens, model_flops, efficiency),
+        estimate=estimate(run.seconds, chip, tokens, model_flops, efficiency),
         values=lowered.values,
+        timelines=timelines_of(run, held_over_time(buffers)),
     )
 
 
 def _measure(
     module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
-) -> tuple[Cost, dict[str, float]]:
-    """The cost of one execution for a chip, and its seconds by cause."""
+) -> tuple[Cost, Run]:
+    """The cost of one execution for a chip, and its schedule."""
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
     links = Links(where, inside, over, (efficiency["ici"], efficiency["dcn"]))
     counter = Counter(module, lowered.mesh, lowered.layers, where.chip, links)
-    return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
+    return counter.computation(module.entry), schedule_of(counter, where.chip, efficiency)
 
 
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:
