@@ -30,8 +30,10 @@ def main() -> None:
     runs = read_runs(arguments.runs, arguments.html)
     write_asked(arguments.html, "--html", compare_page(runs))
     console = Terminal()
-    differing = ("option", *(run.name for run in runs)), differences(runs)
-    for header, rows in ((LAST_HEADER, last_rows(runs)), differing):
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Terminal(width=200)
+    options = differences(runs) or [("none differs", *("" for _ in runs))]
+    for header, rows in ((LAST_HEADER, last_rows(runs)), (("option", *(run.name for run in runs)), options)):
         table = Table(*header, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*map(Text, row))

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.monitoring.run_page import PAGE
 from shardwright.report.compare_view import ComparedRun
+from shardwright.report.run_view import PAGE
 
 STATE, OPTIONS = "trainer_state.json", "training_args.json"
 _ITS_OWN = ("output_dir", "run_name", "resume_from_checkpoint")  # options that name the run itself

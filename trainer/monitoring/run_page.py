@@ -20,11 +20,11 @@ from shardwright.report.expert_load import ExpertLoad, as_record
 from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
 from shardwright.report.lines import say
 from shardwright.report.pictures import load_picture, loss_curve
-from shardwright.report.run_view import RunView, run_page
+from shardwright.report.run_view import PAGE, RunView, run_page
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_count, compile_seconds
 
-PAGE, LIVES = "report.html", "lives.json"
+LIVES = "lives.json"
 _SHARE = 0.02  # the part of a run's time that its page may take
 _FILES = {
     MODEL: "the trained model, in the hub's format",

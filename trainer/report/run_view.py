@@ -15,6 +15,7 @@ from shardwright.report.html import render
 from shardwright.report.pictures import BUSIEST_TITLE, LOSS, heldout_keys, loss_lines, points_of
 from shardwright.report.units import size
 
+PAGE = "report.html"  # in the output folder
 RELOAD_SECONDS = 60
 _ANSWERS = 6  # shown for one prompt: the first, and the last ones
 
