@@ -51,7 +51,7 @@ def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence
     ticks = [_seconds(timeline.seconds * n / (_TICKS - 1)) for n in range(_TICKS)]
     base, limit = report.argument_bytes, report.chip_hbm_bytes
     full = base + max(timeline.held, default=0)
-    top = 1.05 * (full if full < limit / 10 else max(limit, full))  # far from the limit, the curve alone
+    top = 1.05 * (full if 0 < full < limit / 10 else max(limit, full))  # far from the limit, the curve alone
 
     def y(count: float) -> float:
         return round(100 * (1 - count / top), 2)
