@@ -9,16 +9,20 @@ of a page that scripts/compile.py --report has written.
 import argparse
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 150 * 1024
 # picture → its width and height in pixels, and CSS that leaves the part to be shown
-PLAN = (1000, 830, "h1, details, noscript, .wide, h2:nth-of-type(n+4), h2:nth-of-type(n+4) ~ * { display: none }")
+_KINDS = ".kind:not(:nth-child(4)):not(:nth-child(6))"
+PLAN = (960, 950, f"{_KINDS}, noscript, h2:nth-of-type(n+4), h2:nth-of-type(n+4) ~ * {{ display: none }}")
+DEVICE = 37  # pointed at in the plan
 RUN = (1000, 900, "")
 COMPILE = (1000, 760, "")
 STEP = (1000, 560, "body > :not(.schedule) { display: none } .schedule ~ * { display: none }")
@@ -59,11 +63,33 @@ def _picture(browser: str, page: Path, target: Path, width: int, height: int, st
     """Shows the part of ``page`` that ``style`` leaves in a window of that size, and keeps it as ``target``."""
     part = folder / f"part-{target.stem}.html"
     text = page.read_text(encoding="utf-8")
+    text = text.replace("select(0);", f"select({DEVICE});")
     part.write_text(text.replace("</style>", f"body {{ margin: .5rem auto }} {style}</style>", 1), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'own'}"]
     options += [f"--window-size={width},{height}", "--virtual-time-budget=2000", f"--screenshot={target.absolute()}"]
     line = [browser, *options, part.as_uri()]
     subprocess.run(line, check=True, stderr=subprocess.DEVNULL, timeout=300, env={**os.environ, "LANG": "C.UTF-8"})
+    target.write_bytes(_smaller(target.read_bytes()))
+
+
+def _smaller(png: bytes) -> bytes:
+    """The same PNG, its pixels compressed as far as zlib can."""
+    parts, at = [png[:8]], 8
+    pixels = b""
+    while at < len(png):
+        (length,), kind = struct.unpack(">I", png[at : at + 4]), png[at + 4 : at + 8]
+        if kind == b"IDAT":
+            pixels += png[at + 8 : at + 8 + length]
+        else:
+            if kind == b"IEND":
+                parts.append(_chunk(b"IDAT", zlib.compress(zlib.decompress(pixels), 9)))
+            parts.append(png[at : at + 12 + length])
+        at += 12 + length
+    return b"".join(parts)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ def next_commands(
         loads = f"transformers import AutoModelFor{kind}\nmodel = AutoModelFor{kind}"
         if job.lora is not None:
             loads = f"peft import AutoPeftModelFor{kind}\nmodel = AutoPeftModelFor{kind}"
-        found.append(("load it (Python)", f"from {loads}.from_pretrained({model!r})"))
+        found.append(("Load it (Python)", f"from {loads}.from_pretrained({model!r})"))
         if not job.facts.scores_texts:
             what = f"--model {shlex.quote(base)} --adapter {shlex.quote(model)}" if job.lora is not None else ""
             what = what or f"--model {shlex.quote(model)}"
-            found.append(("evaluate it", f"{command('evaluate')} {what} --recipe {recipe} --tasks arc_easy"))
+            found.append(("Evaluate it", f"{command('evaluate')} {what} --recipe {recipe} --tasks arc_easy"))
     if saved is not None:
         checkpoint = shlex.quote(str(folder_of(folder, saved)))
-        found.append(("export a checkpoint", f"{command('export')} --checkpoint {checkpoint} --output my-model"))
+        found.append(("Export a checkpoint", f"{command('export')} --checkpoint {checkpoint} --output my-model"))
         further = "" if step < job.args.max_steps else f" --max_steps {2 * step}"
         go_on = f"{command('train')} --config {shlex.quote(str(folder / RUN_FILE))} --resume_from_checkpoint latest"
-        found.append(("go on", go_on + further))
+        found.append(("Go on", go_on + further))
     return found

@@ -22,7 +22,7 @@ from shardwright.report.lines import say
 from shardwright.report.pictures import load_picture, loss_curve
 from shardwright.report.run_view import PAGE, RunView, run_page
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
-from shardwright.xla.runtime import chip, compile_count, compile_seconds
+from shardwright.xla.runtime import chip, compile_seconds
 
 LIVES = "lives.json"
 _SHARE = 0.02  # the part of a run's time that its page may take
@@ -136,7 +136,6 @@ class RunPage:
             "a step": f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens",
             "remat": f"{job.recipe.compute.remat}",
             "compiling, this process": f"{self._life.seconds.get('compile', 0.0):,.1f} s",
-            "compiles, this process": f"{compile_count()}",
             "output": options["output_dir"],
         }
         return RunView(

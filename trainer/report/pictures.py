@@ -41,7 +41,8 @@ def loss_lines(log: Sequence[Mapping[str, Any]], unigram: float | None) -> tuple
     found = [(step, value) for points in lines.values() for step, value in points if math.isfinite(value)]
     if unigram is not None and found:
         (first, *_, last), values = sorted(step for step, _ in [*found, *found]), [value for _, value in found]
-        if min(values) - 0.25 <= unigram <= max(values) + 0.25:
+        near = (max(values) - min(values)) / 2
+        if min(values) - near <= unigram <= max(values) + near:
             lines[UNIGRAM] = [(first, unigram), (last, unigram)]
     return lines, Style(dots=tuple(held.values()), dashed=(UNIGRAM,))
 
