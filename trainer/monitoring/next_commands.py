@@ -22,11 +22,13 @@ def next_commands(
     model, recipe, found = str(folder / MODEL), shlex.quote(job.args.recipe), []
     base = job.args.model or model
     if MODEL in there:
+        whole = job.facts.whole  # a class of its own where the trained part is a multimodal model's
         kind = "SequenceClassification" if job.facts.scores_texts else "CausalLM"
-        loads = f"transformers import AutoModelFor{kind}\nmodel = AutoModelFor{kind}"
+        package, name = "transformers", f"AutoModelFor{kind}" if whole is job.facts.model else type(whole).__name__
         if job.lora is not None:
-            loads = f"peft import AutoPeftModelFor{kind}\nmodel = AutoPeftModelFor{kind}"
-        found.append(("Load it (Python)", f"from {loads}.from_pretrained({model!r})"))
+            package, name = "peft", f"AutoPeftModelFor{kind}"
+        line = f"from {package} import {name}\nmodel = {name}.from_pretrained({model!r})"
+        found.append(("Load it (Python)", line))
         if not job.facts.scores_texts:
             what = f"--model {shlex.quote(base)} --adapter {shlex.quote(model)}" if job.lora is not None else ""
             what = what or f"--model {shlex.quote(model)}"
