@@ -126,7 +126,7 @@ class RunPage:
     def _view(self, running: bool) -> RunView:
         job, options, kind, there = self.job, self.job.args.as_dict(), chip(), set(self.folder.names())
         mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
-        saved = [line["saved_step"] for line in self.state.log_history if "saved_step" in line]
+        saved = [int(line["saved_step"]) for line in self.state.log_history if "saved_step" in line]
         own = "the recipe's own"
         facts = {
             "model": f"{options['model'] or own}: {type(job.model).__name__}, {job.facts.parameters:,} parameters",

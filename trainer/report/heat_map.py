@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from markupsafe import Markup
 
@@ -41,9 +42,10 @@ def html_map(title: str, rows: Mapping[str, Sequence[Point]], span: tuple[float,
     plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
     lines = [(name, [(last, value) for _, last, value in row]) for name, row in cells.items()]
     frame = {"x0": x0, "x1": x1, "y0": 0, "y1": 1, "plot": plot, "many": False, "map": True, "lines": lines}
-    values = {**frame, "title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup("".join(parts))}
-    data = json.dumps(frame, separators=(",", ":"))
-    return render("chart.html.j2", data=data, dots=(), scale=(f"{low:.3g}", f"{most:.3g}"), **values)
+    data, scale = json.dumps(frame, separators=(",", ":")), (f"{low:.3g}", f"{most:.3g}")
+    shown = {"title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup("".join(parts))}
+    values: dict[str, Any] = {**frame, **shown, "data": data, "dots": (), "scale": scale}
+    return render("chart.html.j2", **values)
 
 
 def _cells(points: Sequence[Point], x0: float, x1: float) -> list[tuple[float, float, float]]:

@@ -17,7 +17,7 @@ from shardwright.xla.chips import Chip
 _LANES = {CHIP: "chip", "ici": "ICI", "dcn": "DCN", "host": "host"}
 _TICKS = 5
 _MODULES = 8  # named in a roofline
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 62, 34, 12
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 300, 62, 26, 34, 12
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,13 @@ class TimelinePicture:
     """A `Timeline` in the words of the page; heights are parts of 100, from above."""
 
     title: str
-    lanes: Sequence[tuple[str, Sequence[tuple[int, int, int, str]]]]  # name → (column, columns, colour, words)
+    # name, and (column, columns, colour, quarters of its height, words)
+    lanes: Sequence[tuple[str, Sequence[tuple[int, int, int, int, str]]]]
     ticks: Sequence[str]
     base: float  # of the arguments
     held: str  # the path of what is held beside them; empty: not known
     limit: float
+    reserved: float
     most: str
     said: str
 
@@ -46,11 +48,12 @@ def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence
             color = causes.index(each.cause) % PARTS if each.cause in causes else PARTS - 1
             what = CAUSES[each.cause] if lane == CHIP else "sends"
             said = f"{what}, {_seconds(each.seconds)}; most of it {each.name}"
-            rects.append((each.first, each.last - each.first + 1, color, said))
+            rects.append((each.first, each.last - each.first + 1, color, each.quarters, said))
         lanes.append((_LANES.get(lane, lane), rects))
     ticks = [_seconds(timeline.seconds * n / (_TICKS - 1)) for n in range(_TICKS)]
     base, limit = report.argument_bytes, report.chip_hbm_bytes
-    full = base + max(timeline.held, default=0)
+    alive, reserved = base + max(timeline.held, default=0), report.required_bytes
+    full = max(alive, reserved)
     top = 1.05 * (full if 0 < full < limit / 10 else max(limit, full))  # far from the limit, the curve alone
 
     def y(count: float) -> float:
@@ -58,9 +61,9 @@ def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence
 
     steps = [f"H{number}V{y(base + count)}" for number, count in enumerate(timeline.held)]
     path = f"M0 {y(base)}V{y(base + timeline.held[0])}{''.join(steps)}H{COLUMNS}V{y(base)}z" if timeline.held else ""
-    most = size(full)
-    said = f"at most {most}, of it arguments {size(base)}; {size(limit)} can be used"
-    return TimelinePicture(title, lanes, ticks, y(base), path, y(limit), f"≤ {most}", said)
+    most = size(alive)
+    said = f"alive at most {most}, of it arguments {size(base)}; {size(reserved)} reserved, {size(limit)} can be used"
+    return TimelinePicture(title, lanes, ticks, y(base), path, y(limit), y(reserved), f"≤ {most}", said)
 
 
 def _seconds(seconds: float) -> str:
@@ -79,7 +82,9 @@ def roofline_picture(report: CompileReport, chip: Chip) -> Markup:
     """The chip's roof over FLOPs a byte of HBM, with the step below it and the modules that compute most."""
     modules = [m for m in report.modules if m.flops > 0 and m.hbm_bytes > 0 and m.cycles > 0]
     modules = sorted(modules, key=lambda m: -m.flops)[:_MODULES]
-    points = [(_intensity(m), min(m.flops / (m.cycles / chip.clock), chip.flops), m.module) for m in modules]
+    points = [(_intensity(m), m.flops / (m.cycles / chip.clock), m.module) for m in modules]
+    # beyond the roof: FLOPs of kernels, which have no cycles
+    points = [(x, min(y, chip.flops), name) for x, y, name in points if y < 1.05 * chip.flops]
     if report.flops and report.hbm_bytes and report.estimate.seconds:
         points.insert(0, (report.flops / report.hbm_bytes, report.flops / report.estimate.seconds, "the step"))
     if not points:
@@ -90,7 +95,7 @@ def roofline_picture(report: CompileReport, chip: Chip) -> Markup:
     bottom = math.floor(math.log10(min(chip.hbm_bandwidth * 10**low * 10, *(y for _, y, _ in points))))
 
     def x(value: float) -> float:
-        return _LEFT + (math.log10(value) - low) / (high - low) * (_WIDTH - _LEFT - 10)
+        return _LEFT + (math.log10(value) - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
         return _TOP + (top - math.log10(value)) / (top - bottom) * (_HEIGHT - _TOP - _BOTTOM)
@@ -98,11 +103,11 @@ def roofline_picture(report: CompileReport, chip: Chip) -> Markup:
     parts = []
     for power in range(bottom, top + 1):
         at = f"{y(10**power):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{at}" y2="{at}"/>')
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(10**power) + 4:.1f}" text-anchor="end">{_flops(10**power)}</text>')
     for power in range(low, high + 1):
         parts.append(f'<text x="{x(10**power):.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{10**power:,g}</text>')
-    parts.append(f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 3}" text-anchor="end">FLOPs a byte of HBM</text>')
+    parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">FLOPs a byte of HBM</text>')
     start = max(10**low, 10**bottom / chip.hbm_bandwidth)
     roof = [(start, start * chip.hbm_bandwidth), (chip.flops_a_byte, chip.flops), (10**high, chip.flops)]
     path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof)

@@ -16,7 +16,8 @@ _LEAST = 0.02  # the part of the step that such a loop takes
 class Segment:
     """Columns ``first`` to ``last``, the latter too, in which one cause took most time.
 
-    ``name`` is of the operation or transfer that took most of it, ``seconds`` are the cause's.
+    ``name`` is of the operation or transfer that took most of it, ``seconds`` are the cause's. ``quarters`` of each
+    column are filled by something, at least one; four on the chip, which always does something.
     """
 
     first: int
@@ -24,6 +25,7 @@ class Segment:
     cause: str
     name: str
     seconds: float
+    quarters: int
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,15 @@ class _Lane:
         chosen = {}
         for number, causes in sorted(self.seconds.items()):
             cause = max(causes, key=lambda each: causes[each])
-            if sum(causes.values()) > column / 2:  # else most of it is empty
-                chosen[number] = cause
+            chosen[number] = cause, min(max(round(4 * sum(causes.values()) / column), 1), 4)
         found = []
-        # of neighbours with the same cause
+        # of neighbours with the same cause, as much filled
         for _, group in itertools.groupby(enumerate(chosen.items()), lambda item: (item[1][0] - item[0], item[1][1])):
-            members = [(number, cause) for _, (number, cause) in group]
-            (first, cause), (last, _) = members[0], members[-1]
+            members = [entry for _, entry in group]
+            (first, (cause, quarters)), (last, _) = members[0], members[-1]
             _, name = max(self.names[number, cause] for number, _ in members)
-            found.append(Segment(first, last, cause, name, sum(self.seconds[n][cause] for n, _ in members)))
+            seconds = sum(self.seconds[number][cause] for number, _ in members)
+            found.append(Segment(first, last, cause, name, seconds, quarters))
         return found
 
 
