@@ -24,8 +24,8 @@ _KINDS = ".kind:not(:nth-child(4)):not(:nth-child(6))"
 PLAN = (960, 950, f"{_KINDS}, noscript, h2:nth-of-type(n+4), h2:nth-of-type(n+4) ~ * {{ display: none }}")
 DEVICE = 37  # pointed at in the plan
 RUN = (1000, 900, "")
-COMPILE = (1000, 700, "")
-STEP = (1000, 560, "body > :not(.schedule) { display: none } .schedule ~ * { display: none }")
+COMPILE = (940, 1060, ".wide, .schedule, h2:first-of-type { display: none }")
+STEP = (960, 800, "body > :not(.schedule) { display: none } .schedule ~ * { display: none }")
 
 
 def main() -> int:

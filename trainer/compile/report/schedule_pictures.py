@@ -54,7 +54,7 @@ def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence
     base, limit = report.argument_bytes, report.chip_hbm_bytes
     alive, reserved = base + max(timeline.held, default=0), report.required_bytes
     full = max(alive, reserved)
-    top = 1.05 * (full if 0 < full < limit / 10 else max(limit, full))  # far from the limit, the curve alone
+    top = 1.05 * (full if 0 < full < limit / 2 else max(limit, full))  # far from the limit, the curve alone
 
     def y(count: float) -> float:
         return round(100 * (1 - count / top), 2)

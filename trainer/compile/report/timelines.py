@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.compile.hlo.timeline import CHIP, Mark, Run
 
-COLUMNS = 500
+COLUMNS = 1500  # so many that each run of a loop of 80 layers, there and back, has some
 _LOOPS = 2  # loops of which one run is shown by itself: a scan's forward and its backward
 _LEAST = 0.02  # the part of the step that such a loop takes
 
