@@ -20,6 +20,7 @@ COMMANDS = {
     "compile": "compile the step for a TPU that need not be here, and say whether it fits",
     "export": "write a checkpoint in the hub's format",
     "evaluate": "measure a model by lm-evaluation-harness's tasks, on its mesh",
+    "compare": "put several runs over one another on one page",
     "launch": "start a run on the hosts of TPU slices, or show how",
 }
 

@@ -1,6 +1,7 @@
 """Print where a recipe puts every parameter of a model, and what a device holds; needs no device, no weights.
 
 python scripts/plan.py --recipe mixtral_ep --model docs/configs/mixtral_8x7b.json --devices 64
+python scripts/plan.py --recipe mixtral_ep --devices 64 --html plan.html     # the same as a page, to point at
 python scripts/plan.py --recipe auto --model docs/configs/qwen3_30b_a3b.json --write my_recipe.py
 """
 
@@ -41,15 +42,18 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--html", metavar="FILE", help="write the plan to this file too, as a page that loads nothing")
     parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
     parser.add_argument("--train_mtp", action="store_true", help="as scripts/train.py --train_mtp")
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
 
+    from shardwright.files.asked_file import write_asked
     from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.copies import fitted
     from shardwright.layout.load_recipe import load_recipe
+    from shardwright.layout.plan_page import plan_page
     from shardwright.layout.plan_table import print_plan
     from shardwright.layout.plan_warnings import plan_warnings
     from shardwright.model.facts import facts_of
@@ -87,6 +91,10 @@ def main() -> None:
             say(Terminal(), "\ncut elsewhere, or left whole")
             for pattern, text in made.undivided.items():
                 say(Terminal(), f"  {pattern}: {text}")
+    if arguments.html is not None:
+        name = f"{arguments.recipe}: {arguments.model or 'its own model'}"
+        write_asked(arguments.html, "--html", plan_page(plan, name, facts.experts, facts.routing, warnings))
+        say(Terminal(stderr=arguments.json), f"\npage: {arguments.html}")
     if made is not None and arguments.write is not None:
         _write(made, plan, facts.kind, arguments)
 

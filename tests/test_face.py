@@ -21,7 +21,7 @@ PACKAGES = [
     for package, folder in FOLDERS.items()
     for path in sorted((ROOT / folder).rglob("__init__.py"))
 ]
-COMMANDS = ["train", "plan", "port", "data", "compile", "export", "evaluate", "launch"]
+COMMANDS = ["train", "plan", "port", "data", "compile", "export", "evaluate", "compare", "launch"]
 # runs each command with the same words, in one process; says of each how it ended, and what is imported now
 EACH = f"""
 import runpy, sys

@@ -92,6 +92,7 @@ class TrainingLoop:
         self.folder = output_folder.output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
         self.watch = RunPage(self.folder, job, self.state, self.console, resume, self.lock.check_held, after)
+        self.watch.data = corpus.said
 
         # ---- batches, and where they go on ----
         self.mesh = build_mesh(job.recipe.mesh)

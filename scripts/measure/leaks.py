@@ -29,7 +29,7 @@ from transformers import logging as transformers_logging
 from shardwright.arguments.command_line import Parser, parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.hosts.output_streams import exit_code
-from shardwright.report.chart import svg_chart
+from shardwright.report.chart import Style, svg_chart
 from shardwright.report.pictures import svg_file
 from shardwright.run import train
 from shardwright.xla.runtime import compile_count
@@ -69,7 +69,7 @@ def main() -> int:
         (args,) = parse([TrainingArguments], [*run, *words[cut + 1 :]], __doc__)
         train(args, Console(stderr=True), [gauge])
     lines = {name: [(step, each[name]) for step, each in enumerate(gauge.noted, 1)] for name in COLUMNS}
-    charts = [svg_chart(name, {name: points}, 0.0) for name, points in lines.items()]
+    charts = [svg_chart(name, {name: points}, Style(floor=0.0)) for name, points in lines.items()]
     Path(options.plot).write_bytes(svg_file(charts))
     table = Table("step", *COLUMNS)
     tenth = max(1, len(gauge.noted) // 10)

@@ -112,14 +112,15 @@ def browser() -> Any:
         yield opened
 
 
-def hovered(browser: Browser, title: str, step: float) -> str:
-    """What the chart called ``title`` says with the pointer over a step."""
+def hovered(browser: Browser, title: str, step: float, down: float = 0.5) -> str:
+    """What the chart called ``title`` says with the pointer over a step, at a part of its height from above."""
     chart = f"[...document.querySelectorAll('figure.chart')].find(f => f.textContent.includes({json.dumps(title)}))"
     browser.evaluate(f"{chart}.scrollIntoView({{block: 'center'}})")
     x, y = browser.evaluate(
         f"""(() => {{ const f = {chart}, d = JSON.parse(f.dataset.chart), r = f.querySelector('svg')
-        .getBoundingClientRect(), [l, t, e, b] = d.plot, k = r.width / 640;
-        return [r.left + k * (l + ({step} - d.x0) / (d.x1 - d.x0) * (e - l)), r.top + k * (t + b) / 2] }})()"""
+        .getBoundingClientRect(), [l, t, e, b] = d.plot, k = r.width / f.querySelector('svg').viewBox.baseVal.width;
+        return [r.left + k * (l + ({step} - d.x0) / (d.x1 - d.x0) * (e - l)),
+        r.top + k * (t + {down} * (b - t))] }})()"""
     )
     browser.hover(x, y)
     box = f"{chart}.querySelector('output')"
@@ -139,14 +140,15 @@ def test_a_person_opens_the_page_hovers_and_reads_the_values_of_the_log(run: Run
     assert float(at[1]) == pytest.approx(value, rel=1e-5)
     rate = hovered(browser, "Learning rate", step=5)
     assert float(re.search(r"rate: (\S+)", rate)[1]) == pytest.approx(logged[5]["learning_rate"], rel=1e-5)
-    busiest = hovered(browser, "Busiest expert of each layer", step=4)
+    busiest = hovered(browser, "Busiest expert of each layer", step=3.5, down=0.99)  # a cell goes up to its step
+    assert busiest.splitlines()[0] == "step 4"
     value = float(re.search(r"layer_1: (\S+)", busiest)[1])
     assert value == pytest.approx(logged[4]["expert_load_max/layer_1"], rel=1e-5)
     job, speed = run.trainer.job, logged[6]["tokens_per_second"]
     flops = speed / job.tokens * job.facts.training_flops(job.rows, job.args.sequence_length)
     mfu = re.search(r"MFU: (\S+)", hovered(browser, "MFU", step=6))
     assert float(mfu[1]) == pytest.approx(flops / (8 * 197e12), rel=1e-4)
-    for title in ("Held-out accuracy", "Gradient norm", "Tokens a second", "Compiles", "Entropy of the load"):
+    for title in ("Held-out accuracy", "Gradient norm", "Tokens a second", "Entropy of the load"):
         assert hovered(browser, title, step=6).startswith("step 6\n")
     browser.hover(1, 1)
     boxes = "[...document.querySelectorAll('figure.chart output')]"
@@ -175,6 +177,9 @@ def test_the_page_goes_on_after_a_restart_and_links_what_lies_beside_it(run: Run
     assert [(life.first, life.last) for life in lives] == [(0, 4), (2, 6)]
     losses = "JSON.parse(document.querySelector('figure.chart').dataset.chart).lines[0][1].map(p => p[0])"
     assert browser.evaluate(losses) == [1, 2, 3, 4, 5, 6]
+    assert "by adamw" in text  # the objective
+    assert "tokens to train on" in text
+    assert f"--config {run.output}/run.yaml --resume_from_checkpoint latest" in text
     links = browser.evaluate("[...document.links].map(a => a.getAttribute('href'))")
     assert {"compile.html", "plan.json", "expert_load.svg", "trainer_state.json"} <= set(links)
     assert all((run.output / link).exists() for link in links)
@@ -187,6 +192,7 @@ def test_the_page_is_rewritten_as_the_run_goes_and_reloads_itself_until_it_ends(
     for step in (2, 3, 4, 5):  # the life that went on from step 2 wrote it before its first step too
         assert f"Step {step} of 6" in run.seen[step]
         assert 'http-equiv="refresh"' in run.seen[step]
+    assert all(" left, until 20" in run.seen[step] for step in (3, 4, 5))  # once a step of this life is done
     assert 'http-equiv="refresh"' not in (run.output / "report.html").read_text()
 
 

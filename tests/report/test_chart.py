@@ -9,7 +9,9 @@ from html import unescape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.report.chart import html_chart, round_ticks, thinned
+from shardwright.report.chart import Style, html_chart, round_ticks, thinned
+from shardwright.report.heat_map import html_map
+from shardwright.report.pictures import UNIGRAM, loss_lines
 
 
 def data_of(chart: str) -> dict:
@@ -46,3 +48,37 @@ def test_names_are_escaped_and_many_lines_share_a_colour():
     assert "<i>" not in chart
     assert data_of(chart)["many"]
     assert "40 lines" in chart
+
+
+def test_between_points_of_which_nothing_is_known_no_line_is_drawn():
+    lines = {"training": [(1, 2.0), (2, 1.0)], "held out": [(0, 3.0), (2, 1.5)]}
+    chart = html_chart("Loss", lines, Style(dots=("held out",)))
+    assert chart.count("<polyline") == 1
+    assert chart.count('<circle class="c1"') == 2
+
+
+def test_charts_of_one_span_have_the_same_horizontal_axis():
+    charts = [html_chart("", {"a": points}, Style(span=(0, 10))) for points in ([(2, 1.0), (4, 2.0)], [(0, 5.0)])]
+    assert [(data_of(chart)["x0"], data_of(chart)["x1"]) for chart in charts] == [(0, 10), (0, 10)]
+
+
+def test_a_baseline_is_shown_while_the_losses_are_near_it():
+    far, near = (
+        [{"step": step, "loss": 1.5 - step / 10, "eval_loss": 1.4} for step in (1, 2)],
+        [{"step": 1, "loss": 7.0}],
+    )
+    assert UNIGRAM not in loss_lines(far, 6.3)[0]
+    lines, style = loss_lines([*near, {"step": 9, "eval_loss": 6.0}], 6.3)
+    assert lines[UNIGRAM] == [(1, 6.3), (9, 6.3)]
+    assert (style.dots, style.dashed) == (("held out",), (UNIGRAM,))
+
+
+def test_a_map_has_a_cell_up_to_each_step_and_keeps_the_highest_of_many():
+    shown = data_of(html_map("Load", {"layer_0": [(2, 1.0), (4, 3.0)], "layer_1": []}, span=(0, 4), low=1.0))
+    assert shown["lines"] == [["layer_0", [[2, 1.0], [4, 3.0]]]]
+    many = [(step, 9.0 if step == 61_803 else 1.0) for step in range(1, 100_001)]
+    ((_, cells),) = data_of(html_map("Load", {"layer_0": many}, span=(0, 100_000)))["lines"]
+    assert len(cells) <= 121
+    assert max(value for _, value in cells) == 9.0
+    assert cells[-1][0] == 100_000
+    assert html_map("Load", {}, span=(0, 4)) == ""

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.rows.mixture import no_tokenizer, shapes_of
 from shardwright.data.samples.samples import Sample
 from shardwright.errors import UserError
+from shardwright.files.asked_file import write_asked
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
@@ -94,18 +94,9 @@ class ReadingBar:
         self.bar.update(self._task, completed=done, done=text)
 
 
-def _write(path: str | None, name: str, text: Any) -> None:
-    if path is None:
-        return
-    try:
-        Path(path).expanduser().write_text(text(), encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            asked=f"--{name} {path}",
-            found=f"{type(error).__name__}: {error.strerror}",
-            why="the audit can't be written there",
-            instead="a file in a folder that is there and can be written to",
-        ) from error
+def _write(path: str | None, name: str, text: Callable[[], str]) -> None:
+    if path is not None:
+        write_asked(path, f"--{name}", text())
 
 
 def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> AuditView:

@@ -119,6 +119,12 @@ class Corpus:
         """Set name → held-out rows; the name of an only set is empty."""
         return self.named or {"": self.heldout}
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Lines for a person: the tokens to train on, and the notes."""
+        tokens = "a stream" if self.train.tokens is None else f"{self.train.tokens:,} tokens to train on"
+        return tokens, *self.notes
+
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
 

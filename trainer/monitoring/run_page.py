@@ -15,17 +15,19 @@ from shardwright.evaluation.prompt_samples import SAMPLES, Samples
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.job import Job
 from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
+from shardwright.monitoring.next_commands import MODEL, next_commands
 from shardwright.report.expert_load import ExpertLoad, as_record
 from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
 from shardwright.report.lines import say
 from shardwright.report.pictures import load_picture, loss_curve
-from shardwright.report.run_view import RunView, run_page
+from shardwright.report.run_view import PAGE, RunView, run_page
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
 
-PAGE, LIVES = "report.html", "lives.json"
+LIVES = "lives.json"
 _SHARE = 0.02  # the part of a run's time that its page may take
 _FILES = {
+    MODEL: "the trained model, in the hub's format",
     COMPILE_PAGE: "what the TPU's compiler says of the step",
     "plan.json": "where each parameter lies",
     "recipe.json": "the recipe, in full",
@@ -68,6 +70,7 @@ class RunPage:
         self.unigram: float | None = None
         self.samples: Samples | None = None
         self.model: nn.Module | None = None
+        self.data: tuple[str, ...] = ()  # words for a person: the tokens, and what of the records became samples
         self._life = Life(time.time(), time.time(), state.global_step, state.global_step, after=after)
         home = folder if after else None if resume is None else resume.folder.parent
         self._earlier: list[Life] = []
@@ -123,8 +126,12 @@ class RunPage:
     def _view(self, running: bool) -> RunView:
         job, options, kind, there = self.job, self.job.args.as_dict(), chip(), set(self.folder.names())
         mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
+        saved = [int(line["saved_step"]) for line in self.state.log_history if "saved_step" in line]
+        own = "the recipe's own"
         facts = {
-            "model": f"{type(job.model).__name__}, {job.facts.parameters:,} parameters",
+            "model": f"{options['model'] or own}: {type(job.model).__name__}, {job.facts.parameters:,} parameters",
+            "objective": f"{options['objective']}, by {options['optim']}",
+            "dataset": "\n".join([options["dataset"] or "the source of this Python's standard library", *self.data]),
             "mesh": f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})"),
             "a step": f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens",
             "remat": f"{job.recipe.compute.remat}",
@@ -146,5 +153,6 @@ class RunPage:
             plan=(PLAN_HEADER, plan_rows(job.plan)),
             links=[(name, what) for name, what in _FILES.items() if name in there],
             samples=() if self.samples is None else self.samples.entries,
+            commands=next_commands(job, self.folder, self.state.global_step, max(saved, default=None), there),
             values=(VALUES_HEADER, value_rows(() if self.model is None else layer_values(job, self.model))),
         )

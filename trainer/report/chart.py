@@ -8,7 +8,8 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -18,26 +19,47 @@ from shardwright.report.html import PARTS, render
 
 Point = tuple[float, float]  # (step, value)
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # the drawing and its margins
+# the drawing and its margins: narrow enough that a telephone shows its letters at nearly their size
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 190, 54, 14, 10, 26
 _FEW = PARTS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
 _POINTS = 6_000  # of all lines of a chart together
 
 
-def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
+@dataclass(frozen=True)
+class Style:
+    """How a chart is drawn.
+
+    Args:
+        floor: the vertical axis reaches down to it.
+        dots: names of lines that are drawn as their points alone, for between them nothing is known.
+        dashed: names of lines that are levels to compare with.
+        span: (first, last) step of the horizontal axis, so that charts side by side agree; None: those of the points.
+    """
+
+    floor: float | None = None
+    dots: Collection[str] = ()
+    dashed: Collection[str] = ()
+    span: tuple[float, float] | None = None
+
+
+PLAIN = Style()
+
+
+def html_chart(title: str, lines: Mapping[str, Sequence[Point]], style: Style = PLAIN) -> str:
     """A chart of ``lines``, name → (step, value) by ascending step; empty if none has a finite value.
 
-    A pointer shows their values. The vertical axis reaches down to ``floor``.
+    A pointer shows their values.
     """
     if not (drawn := _thin_lines(lines)):
         return ""
-    frame, drawing = _plot(drawn, floor)
+    frame, drawing = _plot(drawn, style)
     data = {**frame, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
     text = json.dumps(data, separators=(",", ":"))
     values = {**data, "data": text, "title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup(drawing)}
-    return render("chart.html.j2", **values)
+    return render("chart.html.j2", dots=style.dots, scale=None, **values)
 
 
-def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
+def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], style: Style = PLAIN) -> str:
     """The same chart as SVG for a picture, with its title and legend above y = 0; empty if no value is finite."""
     if not (drawn := _thin_lines(lines)):
         return ""
@@ -47,7 +69,7 @@ def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | N
         parts.append(f'<rect class="c{number}" x="{x:.0f}" y="-18" width="10" height="10"/>')
         parts.append(f'<text x="{x + 14:.0f}" y="-9">{escape(name)}</text>')
         x += 32 + 6.5 * len(name)
-    return "".join(parts) + _plot(drawn, floor)[1]
+    return "".join(parts) + _plot(drawn, style)[1]
 
 
 def _thin_lines(lines: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
@@ -56,13 +78,16 @@ def _thin_lines(lines: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
     return {name: thinned(points, max(_POINTS // len(lines), 20)) for name, points in finite.items() if points}
 
 
-def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[dict[str, Any], str]:
+def _plot(drawn: Mapping[str, Sequence[Point]], style: Style) -> tuple[dict[str, Any], str]:
     """The ends of both axes and the plot's edges, by name; and the drawing as SVG."""
     steps, values = zip(*itertools.chain(*drawn.values()), strict=True)
-    x0, x1 = min(steps), max(max(steps), min(steps) + 1)
+    x0, x1 = style.span or (min(steps), max(steps))
+    x1 = max(x1, x0 + 1)
+    floor = style.floor
     ticks = round_ticks(min(values) if floor is None else min(floor, *values), max(values))
     y0, y1 = ticks[0], ticks[-1]
-    left, top, right, bottom = plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    left, top, right, bottom = plot
 
     def x(step: float) -> float:
         return left + (step - x0) / (x1 - x0) * (right - left)
@@ -74,18 +99,30 @@ def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[di
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
-    for tick in round_ticks(x0, x1):
-        if x0 <= tick <= x1:
-            parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
+    parts.append(step_axis(x0, x1))
     many = len(drawn) > _FEW
-    for number, points in enumerate(drawn.values()):
+    for number, (name, points) in enumerate(drawn.items()):
         color = "c0" if many else f"c{number}"
         places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in points]
-        if len(places) < 40 and not many:  # few enough to see each
-            parts += [f'<circle class="{color}" cx="{across}" cy="{down}" r="2.5"/>' for across, down in places]
-        text = " ".join(map(",".join, places))
-        parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')
+        alone = name in style.dots or len(points) == 1
+        if name not in style.dashed and (alone or (len(places) < 40 and not many)):  # few enough to see each
+            radius = 3.5 if alone else 2
+            parts += [f'<circle class="{color}" cx="{c}" cy="{d}" r="{radius}"/>' for c, d in places]
+        if not alone:
+            kind = "many line" if many else "level line" if name in style.dashed else "line"
+            text = " ".join(map(",".join, places))
+            parts.append(f'<polyline class="{kind}" stroke="var(--{color})" points="{text}"/>')
     return {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot}, "".join(parts)
+
+
+def step_axis(x0: float, x1: float) -> str:
+    """The numbers below a plot whose horizontal axis goes from ``x0`` to ``x1``, as SVG."""
+    parts = []
+    for tick in round_ticks(x0, x1):
+        if x0 <= tick <= x1 and tick == int(tick):
+            across = LEFT + (tick - x0) / (x1 - x0) * (WIDTH - RIGHT - LEFT)
+            parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
+    return "".join(parts)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

@@ -1,5 +1,6 @@
 """Pictures of a run as SVG files: its loss, and the load of its experts."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,13 +9,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, svg_chart
+from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, Style, svg_chart
 from shardwright.report.expert_load import BUSIEST, ExpertLoad, labelled
+from shardwright.report.heat_map import ROWS, SHADES
 from shardwright.report.html import THEME, render
 
 LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
-_SHADES = 16  # of a map
-_ROWS = 16  # most rows of a map that are named
+UNIGRAM = "unigram model"
 
 
 def heldout_keys(log_history: Sequence[Mapping[str, Any]], what: str) -> dict[str, str]:
@@ -29,24 +30,32 @@ def points_of(log: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     return [(line["step"], line[key]) for line in log if type(line.get(key)) in (int, float)]
 
 
-def loss_lines(log: Sequence[Mapping[str, Any]], unigram: float | None) -> dict[str, list[Point]]:
-    """Name → points of the training and held-out losses, and of the unigram model's on the same tokens."""
-    lines = {name: points_of(log, key) for key, name in {"loss": "training", **heldout_keys(log, "loss")}.items()}
-    steps = [step for points in lines.values() for step, _ in points]
-    if unigram is not None and steps:
-        lines["unigram model"] = [(step, unigram) for step in sorted({min(steps), max(steps)})]
-    return lines
+def loss_lines(log: Sequence[Mapping[str, Any]], unigram: float | None) -> tuple[dict[str, list[Point]], Style]:
+    """Name → points of the training and held-out losses, and how they are drawn.
+
+    The loss of a unigram model on the same held-out tokens is a level among them while they are near it: far above
+    all of them, as in fine-tuning, it would only press them together.
+    """
+    held = heldout_keys(log, "loss")
+    lines = {name: points_of(log, key) for key, name in {"loss": "training", **held}.items()}
+    found = [(step, value) for points in lines.values() for step, value in points if math.isfinite(value)]
+    if unigram is not None and found:
+        (first, *_, last), values = sorted(step for step, _ in [*found, *found]), [value for _, value in found]
+        near = (max(values) - min(values)) / 2
+        if min(values) - near <= unigram <= max(values) + near:
+            lines[UNIGRAM] = [(first, unigram), (last, unigram)]
+    return lines, Style(dots=tuple(held.values()), dashed=(UNIGRAM,))
 
 
 def loss_curve(log: Sequence[Mapping[str, Any]], unigram: float | None) -> bytes:
-    return svg_file([svg_chart(LOSS, loss_lines(log, unigram))])
+    return svg_file([svg_chart(LOSS, *loss_lines(log, unigram))])
 
 
 def load_picture(loads: Sequence[ExpertLoad], log: Sequence[Mapping[str, Any]]) -> bytes:
     """A map of the loads, layers × experts, above a chart of each layer's busiest expert."""
     by_label = labelled(loads)
     lines = {label: points_of(log, f"{BUSIEST}/{label}") for label in by_label}
-    return svg_file([_map(by_label), svg_chart(BUSIEST_TITLE, lines, 1.0)])
+    return svg_file([_map(by_label), svg_chart(BUSIEST_TITLE, lines, Style(floor=1.0))])
 
 
 def _map(loads: Mapping[str, ExpertLoad]) -> str:
@@ -60,11 +69,11 @@ def _map(loads: Mapping[str, ExpertLoad]) -> str:
         y = TOP + row * height
         for column, value in enumerate(load.over_mean):
             cell = f"M{LEFT + column * width:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
-            cells[round(_SHADES * value / most)].append(cell)
-        if row % -(-len(loads) // _ROWS) == 0:
+            cells[round(SHADES * value / most)].append(cell)
+        if row % -(-len(loads) // ROWS) == 0:
             name = escape(label.removeprefix("layer_"))
             parts.append(f'<text x="{LEFT - 6}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{name}</text>')
-    parts += [f'<path class="c0" opacity="{n / _SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(cells.items())]
+    parts += [f'<path class="c0" opacity="{n / SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(cells.items())]
     return "".join(parts)
 
 

@@ -4,32 +4,28 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.report.chart import html_chart
+from shardwright.report.chart import Point, Style, html_chart
 from shardwright.report.expert_load import BUSIEST, DROPPED, ENTROPY, ExpertLoad, labelled
 from shardwright.report.goodput import WHAT, Life, goodput, where_time_went
+from shardwright.report.heat_map import html_map
 from shardwright.report.html import render
 from shardwright.report.pictures import BUSIEST_TITLE, LOSS, heldout_keys, loss_lines, points_of
 from shardwright.report.units import size
 
+PAGE = "report.html"  # in the output folder
 RELOAD_SECONDS = 60
 _ANSWERS = 6  # shown for one prompt: the first, and the last ones
 
-# charts of log values over the steps: (title, log key → name, floor)
-_CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
-    ("Learning rate", {"learning_rate": "learning rate"}, 0.0),
-    ("Gradient norm", {"grad_norm": "gradient norm"}, 0.0),
-    ("Tokens a second", {"tokens_per_second": "tokens/s"}, 0.0),
-    ("MFU", {"mfu": "MFU"}, 0.0),
-    ("Compiles of a process", {"compiles": "compiles"}, 0.0),
-    ("Router losses", {"router_z_loss": "z-loss", "router_balance_loss": "balance"}, 0.0),
-)
-_LAYER_CHARTS: tuple[tuple[str, str, float | None], ...] = (
-    (BUSIEST_TITLE, BUSIEST, 1.0),
-    ("Entropy of the load of each layer (1: balanced)", ENTROPY, None),
-    ("Dropped share of each layer", DROPPED, 0.0),
+# charts of log values over the steps, from 0 up: (title, log key → name)
+_CHARTS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("Learning rate", {"learning_rate": "learning rate"}),
+    ("Gradient norm", {"grad_norm": "gradient norm"}),
+    ("Tokens a second", {"tokens_per_second": "tokens/s"}),
+    ("MFU", {"mfu": "MFU"}),
+    ("Router losses", {"router_z_loss": "z-loss", "router_balance_loss": "balance"}),
 )
 
 
@@ -52,6 +48,7 @@ class RunView:
     links: Sequence[tuple[str, str]]  # (file of the output folder, description)
     samples: Sequence[Mapping[str, Any]] = ()  # `step`, `prompt` and `answer` of each answer, in order
     values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())  # as of `auto_remat`: header and rows
+    commands: Sequence[tuple[str, str]] = ()  # (what for, a command or a line of Python) of what comes next
 
 
 def run_page(view: RunView) -> str:
@@ -60,6 +57,9 @@ def run_page(view: RunView) -> str:
     done = f"Step {view.step:,} of {view.max_steps:,}"
     if not view.running:
         done += ": finished" if view.step >= view.max_steps else ": stopped"
+    elif (left := _seconds_left(view)) is not None:
+        finish = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(view.lives[-1].ended + left))
+        done += f": about {_duration(left)} left, until {finish}"
     return render(
         "run.html.j2",
         view=view,
@@ -67,9 +67,9 @@ def run_page(view: RunView) -> str:
         reload_seconds=RELOAD_SECONDS,
         verdict=done,
         as_of=_as_of(view.lives),
-        facts=[*_latest(view), *view.facts],
+        latest=[*_latest(view)],
         charts=[*_charts(view)],
-        layer_charts=[*_layer_charts(view.log)],
+        layer_charts=[*_layer_charts(view)],
         loads=_loads(view.loads),
         answers=_answers(view.samples),
         spent=[(WHAT[key], value, f"{value:,.1f} s") for key, value in spent.items() if value],
@@ -78,6 +78,21 @@ def run_page(view: RunView) -> str:
         lives=_lives(view.lives),
         held=[(what, count, size(count)) for what, count in view.held],
     )
+
+
+def _seconds_left(view: RunView) -> float | None:
+    """Seconds until the last step at the pace of this life, its evaluations and saves too; None: not known yet."""
+    life = view.lives[-1]
+    if life.last <= life.first:
+        return None
+    spent = sum(seconds for what, seconds in life.seconds.items() if what not in ("start", "compile"))
+    return spent / (life.last - life.first) * max(view.max_steps - view.step, 0)
+
+
+def _span(view: RunView) -> tuple[float, float]:
+    """The (first, last) step of all charts."""
+    steps = [line["step"] for line in view.log]
+    return min(steps, default=0), max(steps, default=1)
 
 
 def _as_of(lives: Sequence[Life]) -> str:
@@ -91,13 +106,13 @@ def _as_of(lives: Sequence[Life]) -> str:
 def _latest(view: RunView) -> Iterator[tuple[str, str]]:
     """(name, last value) of the most important numbers."""
     forms = {
-        "loss": ("training loss", "{:.4f} nats a token"),
-        "eval_loss": ("held-out loss", "{:.4f} nats a token"),
+        "loss": ("training loss", "{:.4f}"),
+        "eval_loss": ("held-out loss", "{:.4f}"),
         "eval_perplexity": ("held-out perplexity", "{:.4g}"),
         "eval_accuracy": ("held-out accuracy", "{:.2%}"),
         "tokens_per_second": ("speed", "{:,.0f} tokens/s"),
         "mfu": ("MFU", "{:.1%}"),
-        "saved_step": ("last checkpoint", "checkpoint-{:.0f}"),
+        "saved_step": ("last checkpoint", "step {:,.0f}"),
     }
     for found in ("loss", "perplexity", "accuracy"):
         for key, name in heldout_keys(view.log, found).items():
@@ -106,22 +121,35 @@ def _latest(view: RunView) -> Iterator[tuple[str, str]]:
     for key, (what, form) in forms.items():
         if points := points_of(view.log, key):
             yield what, form.format(points[-1][1])
+    if view.unigram is not None:
+        yield "a unigram model's loss", f"{view.unigram:.4f}"
 
 
 def _charts(view: RunView) -> Iterator[str]:
-    yield html_chart(LOSS, loss_lines(view.log, view.unigram))
-    for title, keys, floor in (("Held-out accuracy", heldout_keys(view.log, "accuracy"), None), *_CHARTS):
-        yield html_chart(title, {name: points_of(view.log, key) for key, name in keys.items()}, floor)
+    span, (lines, style) = _span(view), loss_lines(view.log, view.unigram)
+    yield html_chart(LOSS, lines, replace(style, span=span))
+    held = heldout_keys(view.log, "accuracy")
+    points = {name: points_of(view.log, key) for key, name in held.items()}
+    yield html_chart("Held-out accuracy", points, Style(dots=tuple(held.values()), span=span))
+    for title, keys in _CHARTS:
+        lines = {name: points_of(view.log, key) for key, name in keys.items()}
+        yield html_chart(title, lines, Style(floor=0.0, span=span))
 
 
-def _layer_charts(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A chart of each of `_LAYER_CHARTS`, if any layer has experts."""
+def _layer_charts(view: RunView) -> Iterator[str]:
+    """A map of each layer's busiest expert over the steps, and what else is known of each layer; empty without one."""
+    log, span = view.log, _span(view)
     layers = {key.partition("/")[2] for line in log for key in line if key.startswith(f"{BUSIEST}/")}
     if not layers:
         return
     names = sorted(layers, key=lambda name: (int("".join(filter(str.isdigit, name)) or 0), name))
-    for title, kind, floor in _LAYER_CHARTS:
-        yield html_chart(title, {name: points_of(log, f"{kind}/{name}") for name in names}, floor)
+
+    def lines(kind: str) -> dict[str, list[Point]]:
+        return {name: points_of(log, f"{kind}/{name}") for name in names}
+
+    yield html_map(BUSIEST_TITLE, lines(BUSIEST), span, low=1.0)
+    yield html_chart("Entropy of the load of each layer (1: balanced)", lines(ENTROPY), Style(span=span))
+    yield html_chart("Dropped share of each layer", lines(DROPPED), Style(floor=0.0, span=span))
 
 
 def _loads(loads: Sequence[ExpertLoad]) -> list[tuple[str, ...]]:

@@ -5,7 +5,8 @@
 The step has an embedding, three scanned and rematerialised layers (an attention-like matmul, and an expert MLP with an
 exchange of tokens), a tied head, and momentum. libtpu 0.0.21 compiled it for v5p:2x2x2 to `optimised.hlo.gz` and
 `buffers.txt.gz`. Of the `--large` step, which does not fit, it left `optimised_large.hlo.gz` and `out_of_memory.txt`:
-only at that size does it make windowed einsums and fused reduce-scatters.
+only at that size does it make windowed einsums and fused reduce-scatters. `over_time.txt.gz` is the last part of what
+`shardwright.compile.hlo.buffers.peak_buffers` makes of the small step's buffer assignment.
 """
 
 from __future__ import annotations

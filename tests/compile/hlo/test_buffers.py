@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardwright.compile.hlo.buffers import peak_buffers
+from shardwright.compile.hlo.buffers import held_over_time, peak_buffers
 
 # kept.1 waits on the host from 2 to 7, where all memories together are fullest; HBM is so at 9. loop.1 takes the place
 # of made.1, and is the same buffer.
@@ -42,6 +42,7 @@ def test_the_fullest_moment_is_that_of_hbm_and_a_buffer_counts_once() -> None:
     allocations, _, alive = peak_buffers(ASSIGNMENT).partition("\npeak:\n")
     assert [line.split(":")[0] for line in allocations.splitlines()] == [f"allocation {i}" for i in range(3)]
     found = dict(re.findall(r"^    (\S+): (\d+) bytes$", alive, re.MULTILINE))
+    assert held_over_time(peak_buffers(ASSIGNMENT)) == {"early.1": 256, "made.1": 512, "later.1": 768}
     assert found == {"made.1{}": "512", "later.1{}": "256", "param.0{}": "64"}
 
 

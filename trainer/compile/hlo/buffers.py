@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _RANGE = re.compile(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _VALUE = re.compile(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
+_OVER_TIME = re.compile(r"^    (\S+) (\d+)$", re.MULTILINE)
 
 
 class _BufferValue(NamedTuple):
@@ -25,7 +26,8 @@ class _BufferValue(NamedTuple):
 def peak_buffers(assignment: str) -> str:
     """Extracts the allocations and the buffers in HBM at its peak from a dumped buffer assignment.
 
-    The step's arguments are always among them: their memory is theirs all along.
+    The step's arguments are always among them: their memory is theirs all along. Behind them, under ``over time:``,
+    stand the bytes of all other buffers in HBM each time that one begins, by the instruction that makes it.
     """
     allocations: list[str] = []
     arguments: list[_BufferValue] = []
@@ -40,14 +42,26 @@ def peak_buffers(assignment: str) -> str:
             place = len(allocations), int(found[3]), int(found[2])
             (arguments if argument else values).append(_BufferValue(name, int(found[2]), place))
     held = {value.place: value for value in reversed(arguments)}  # of an allocation the first, the argument itself
-    values = _alive_at_peak(assignment, values) if _RANGE.search(assignment) else _side_by_side(values)
-    alive = {value.place: value for value in reversed(values)}
+    if _RANGE.search(assignment):
+        at_peak, over_time = _alive(assignment, values)
+    else:
+        at_peak, over_time = _side_by_side(values), {}
+    alive = {value.place: value for value in reversed(at_peak)}
     lines = [f"    {value.name}: {value.bytes} bytes" for value in (*alive.values(), *held.values())]
-    return "\n".join([*allocations, "peak:", *lines])
+    times = [f"    {name} {count}" for name, count in over_time.items()]
+    return "\n".join([*allocations, "peak:", *lines, *(["over time:", *times] if times else [])])
 
 
-def _alive_at_peak(assignment: str, values: list[_BufferValue]) -> list[_BufferValue]:
-    """Filters ``values`` by whether they are alive when all take most bytes; a shared place counts once."""
+def held_over_time(buffers: str) -> dict[str, int]:
+    """Instruction → bytes of temporaries in HBM once it is made, from what :func:`peak_buffers` extracted."""
+    return {name: int(count) for name, count in _OVER_TIME.findall(buffers.partition("over time:")[2])}
+
+
+def _alive(assignment: str, values: list[_BufferValue]) -> tuple[list[_BufferValue], dict[str, int]]:
+    """Those of ``values`` that are alive when all take most bytes, and the bytes each time that some begin.
+
+    A shared place counts once.
+    """
     ranges = {name: (int(start), int(end)) for name, start, end in _RANGE.findall(assignment)}
     begins, ends = defaultdict(list), defaultdict(list)
     for value in values:
@@ -57,6 +71,7 @@ def _alive_at_peak(assignment: str, values: list[_BufferValue]) -> list[_BufferV
             ends[end + 1].append(value)
     at: Counter[tuple[int, int, int]] = Counter()
     total = most = best = 0
+    over_time: dict[str, int] = {}
     for time in sorted({*begins, *ends}):
         for value in ends[time]:
             at[value.place] -= 1
@@ -64,9 +79,11 @@ def _alive_at_peak(assignment: str, values: list[_BufferValue]) -> list[_BufferV
         for value in begins[time]:
             total += value.bytes if not at[value.place] else 0
             at[value.place] += 1
+        if begins[time]:
+            over_time[begins[time][0].name.partition("{")[0]] = total
         if total > most:
             most, best = total, time
-    return [v for v in values if v.name in ranges and ranges[v.name][0] <= best <= ranges[v.name][1]]
+    return [v for v in values if v.name in ranges and ranges[v.name][0] <= best <= ranges[v.name][1]], over_time
 
 
 def _side_by_side(values: list[_BufferValue]) -> list[_BufferValue]:

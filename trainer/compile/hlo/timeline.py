@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwright.compile.hlo.communication import module_of
 from shardwright.compile.hlo.cost import Cost, Counter
 from shardwright.compile.hlo.efficiency import Reached
 from shardwright.compile.hlo.kernels import is_kernel, kernel_work
@@ -37,26 +38,56 @@ CAUSES = {
 }
 
 
+CHIP = "chip"  # the lane of operations and of waiting; the others are networks
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A stretch of a run, in seconds from its beginning: of one operation or transfer, or of ``times`` runs inside.
+
+    A transfer's is as it was queued: what shares its link with it later may make it longer.
+    """
+
+    lane: str
+    cause: str
+    start: float
+    seconds: float  # of one of `times`
+    name: str
+    inside: Run | None = None
+    times: int = 1
+
+
 @dataclass
 class Run:
-    """One run of a computation so far: its seconds by cause, and its transfers."""
+    """One run of a computation so far: its seconds by cause, its transfers, and the order in which all that ran."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     until: dict[str, float] = field(default_factory=dict)  # network → when all that was started is sent
     # name of the awaiting instruction → (network, when its transfer is done)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    # (when, name of an instruction) in their order; behind a loop's or a call's, its mark
+    begun: list[tuple[float, str | Mark]] = field(default_factory=list)
 
     @property
     def now(self) -> float:
         return sum(self.seconds.values())
 
-    def add(self, cause: str, seconds: float) -> None:
+    def add(self, cause: str, seconds: float, name: str = "") -> None:
         if seconds > 0:
+            self.marks.append(Mark(CHIP, cause, self.now, seconds, name))
             self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
 
-    def add_all(self, other: Run, times: float = 1) -> None:
+    def add_all(self, other: Run, times: int = 1, name: str = "") -> None:
+        mark = Mark(CHIP, "", self.now, other.now, name, other, times)
+        self.marks.append(mark)
+        self.begun.append((self.now, mark))
         for cause, seconds in other.seconds.items():
-            self.add(cause, times * seconds)
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + times * seconds
+
+    def sends(self, network: str, start: float, seconds: float, name: str) -> None:
+        """Marks a transfer."""
+        self.marks.append(Mark(network, network, start, seconds, name))
 
     def delay(self, network: str, seconds: float) -> None:
         """Makes the network's pending transfers end later."""
@@ -69,7 +100,12 @@ class Run:
 
 def seconds_of(counter: Counter, chip: Chip, reached: Reached) -> dict[str, float]:
     """Seconds of one execution by cause, a key of :data:`CAUSES`."""
-    return _Schedule(counter, chip, reached).computation(counter.module.entry).seconds
+    return schedule_of(counter, chip, reached).seconds
+
+
+def schedule_of(counter: Counter, chip: Chip, reached: Reached) -> Run:
+    """One execution, as :func:`seconds_of` times it."""
+    return _Schedule(counter, chip, reached).computation(counter.module.entry)
 
 
 class _Schedule:
@@ -84,8 +120,9 @@ class _Schedule:
         if computation.name not in self.known:
             run = Run()
             for instruction in computation.instructions:
+                run.begun.append((run.now, instruction.name))
                 for network, end in run.awaited.pop(instruction.name, ()):
-                    run.add(network, end - run.now)
+                    run.add(network, end - run.now, instruction.name)
                 self._instruction(run, computation, instruction)
             self.known[computation.name] = run
         return self.known[computation.name]
@@ -94,7 +131,8 @@ class _Schedule:
         counter, opcode = self.counter, instruction.opcode
         if opcode == "while":
             trips, _ = counter.trips(computation, instruction)
-            run.add_all(self.computation(*counter.module.called(instruction)), trips)
+            name = instruction.op_name or instruction.name
+            run.add_all(self.computation(*counter.module.called(instruction)), trips, name)
         elif opcode in ("conditional", "call"):
             branches = map(self.computation, counter.module.called(instruction))
             run.add_all(max(branches, key=lambda branch: branch.now))
@@ -105,7 +143,8 @@ class _Schedule:
             own = counter.own(computation, instruction)
             self._send(run, computation, instruction, own)
             if not opcode.endswith(("-start", "-done")):
-                run.add(*self._operation(computation, instruction, own))
+                name = module_of(instruction.op_name) or instruction.name
+                run.add(*self._operation(computation, instruction, own), name)
 
     def _operation(self, computation: Computation, instruction: Instruction, own: Cost) -> tuple[str, float]:
         """(cause, seconds) of an operation."""
@@ -128,18 +167,25 @@ class _Schedule:
     def _send(self, run: Run, computation: Computation, instruction: Instruction, own: Cost) -> None:
         """Queues an instruction's transfers; without a later instruction that awaits them, the schedule does."""
         sent = [
-            (key.network, traffic.seconds / self.reached(key.network, traffic.wire_bytes / max(traffic.count, 1)))
+            (
+                key.network,
+                traffic.seconds / self.reached(key.network, traffic.wire_bytes / max(traffic.count, 1)),
+                f"{key.kind} over {key.axis}: {key.module or instruction.name}",
+            )
             for key, traffic in own.collectives.items()
         ]
         if own.host_bytes:
-            sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.reached("host"))))
+            seconds = own.host_bytes / (self.chip.host_bandwidth * self.reached("host"))
+            sent.append(("host", seconds, f"to or from the host: {instruction.name}"))
         awaiting = self.counter.end(computation, instruction) if sent else None
-        for network, seconds in sent:
+        for network, seconds, name in sent:
             left = max(run.until.get(network, 0.0) - run.now, 0.0)
             if awaiting is None:  # shares the links with earlier transfers, which end so much later
                 run.delay(network, seconds)
-                run.add(network, seconds + min(seconds, left))
+                run.sends(network, run.now, seconds + min(seconds, left), name)
+                run.add(network, seconds + min(seconds, left), name)
             else:
                 end = run.now + left + seconds
+                run.sends(network, run.now + left, seconds, name)
                 run.until[network] = end
                 run.awaited.setdefault(awaiting.name, []).append((network, end))

@@ -7,9 +7,12 @@ from pathlib import Path
 from shardwright.compile.hlo.efficiency import KINDS, rows_of
 from shardwright.compile.report import summary
 from shardwright.compile.report.report import CompileReport
+from shardwright.compile.report.schedule_pictures import roofline_picture, timeline_picture
+from shardwright.compile.report.timelines import COLUMNS
 from shardwright.report.html import render
 from shardwright.report.units import size
 from shardwright.step.auto_remat import VALUES_HEADER, value_rows
+from shardwright.xla.chips import CHIPS
 
 
 def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequence[Sequence[str]] = ()) -> None:
@@ -21,6 +24,7 @@ def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequen
 def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] = ()) -> str:
     """The report of the job ``title`` as HTML; ``tried``: rows under `summary.TRIED_HEADER`, one a neighbour."""
     whole, set_by_user = report.estimate.seconds, report.estimate.efficiency
+    causes = [cause for cause, seconds in report.estimate.shares.items() if seconds]
     axes: dict[str, float] = defaultdict(float)
     for line in report.collectives:
         axes[line.axis] += line.wire_bytes
@@ -31,6 +35,9 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         summary=summary,
         title=title or "Compile report",
         tried=tried,
+        columns=COLUMNS,
+        timelines=[timeline_picture(each, report, causes) for each in report.timelines],
+        roofline=roofline_picture(report, CHIPS[report.topology.partition(":")[0]]),
         memory=[(name, part, size(part)) for name, part in summary.memory_parts(report)],
         values_header=VALUES_HEADER,
         values=value_rows(report.values),

@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.compile.hlo.buffers import held_over_time
 from shardwright.compile.hlo.cost import Cost, Counter
 from shardwright.compile.hlo.efficiency import Reached, Which
 from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import Module, parse
-from shardwright.compile.hlo.timeline import seconds_of
+from shardwright.compile.hlo.timeline import Run, schedule_of
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
 from shardwright.compile.report.estimate import Estimate, estimate, given_efficiencies
 from shardwright.compile.report.memory import Buffer, MemorySizes, largest_buffers, memory_of
+from shardwright.compile.report.timelines import Timeline, timelines_of
 from shardwright.step.auto_remat import LayerValue
 from shardwright.xla.chips import Chip, Topology
 
@@ -118,6 +120,7 @@ class CompileReport(MemorySizes):
     uncompiled: tuple[str, ...] = ()  # names of the run's graphs that are the train step with fewer tokens
     values: tuple[LayerValue, ...] = ()  # as in `LoweredGraph`
     libtpu: str = ""  # version of the compiler
+    timelines: tuple[Timeline, ...] = ()  # of the train step, then of one run of its longest loops
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """Merges the memory of another graph of the same run into the verdict of this step, which fits."""
@@ -135,7 +138,10 @@ class CompileReport(MemorySizes):
         return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All but the timelines, which are pictures."""
+        plain = dataclasses.asdict(self)
+        del plain["timelines"]
+        return plain
 
     @property
     def unplanned(self) -> list[CollectiveLine]:
@@ -173,7 +179,9 @@ def make_report(
     """
     module, chip = parse(hlo) if hlo else None, where.chip
     given = given_efficiencies(expected.efficiency)
-    cost, seconds = _measure(module, lowered, where, dcn or {}, given) if module else (Cost(), {})
+    cost, seconds, run = Cost(), {}, Run()
+    if module:
+        cost, seconds, run = _measure(module, lowered, where, dcn or {}, given)
     sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
@@ -215,21 +223,23 @@ def make_report(
         estimate=estimate(seconds, chip, tokens, model_flops, given, expected.traced_layers),
         values=lowered.values,
         libtpu=result.get("libtpu", ""),
+        timelines=timelines_of(run, held_over_time(buffers)),
     )
 
 
 def _measure(
     module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], given: Mapping[str, float]
-) -> tuple[Cost, dict[str, dict[str, float]]]:
-    """The cost of one execution for a chip; its seconds by cause, with all efficiencies low, in the middle and high."""
+) -> tuple[Cost, dict[str, dict[str, float]], Run]:
+    """The cost of one execution for a chip; its seconds by cause, with all efficiencies low, in the middle and high.
+
+    The last is its schedule with those in the middle.
+    """
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
     counter = Counter(module, lowered.mesh, lowered.layers, where.chip, Links(where, inside, over))
     ends: tuple[Which, ...] = ("low", "middle", "high")
-    seconds: dict[str, dict[str, float]] = {
-        end: seconds_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends
-    }
-    return counter.computation(module.entry), seconds
+    runs = {end: schedule_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends}
+    return counter.computation(module.entry), {end: run.seconds for end, run in runs.items()}, runs["middle"]
 
 
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:

@@ -1,0 +1,62 @@
+"""A map of a value over layers and a run's steps, as SVG in an HTML page; a script shows what the pointer is on."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from markupsafe import Markup
+
+from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, step_axis
+from shardwright.report.html import render
+
+SHADES = 16
+ROWS = 12  # most rows of a map that are named
+_COLUMNS = 120  # most columns of a map: of several steps it shows the highest value
+
+
+def html_map(title: str, rows: Mapping[str, Sequence[Point]], span: tuple[float, float], low: float = 0.0) -> str:
+    """A map of ``rows``, name → (step, value), over the steps of ``span``; ``low`` is white. Empty without a value.
+
+    A value is taken to be that of the steps since the one before, as a log line's is.
+    """
+    rows = {name: points for name, points in rows.items() if points}
+    if not rows:
+        return ""
+    x0, x1 = span[0], max(span[1], span[0] + 1)
+    cells = {name: _cells(points, x0, x1) for name, points in rows.items()}
+    most = max(low + 1.0, *(value for row in cells.values() for _, _, value in row))
+    width, height = WIDTH - RIGHT - LEFT, (HEIGHT - TOP - BOTTOM) / len(cells)
+    parts, shaded = [step_axis(x0, x1)], defaultdict(list)
+    for number, (name, row) in enumerate(cells.items()):
+        y = TOP + number * height
+        for first, last, value in row:
+            left, wide = LEFT + (first - x0) / (x1 - x0) * width, (last - first) / (x1 - x0) * width
+            shade = round(SHADES * min(max(value - low, 0.0) / (most - low), 1.0))
+            shaded[shade].append(f"M{left:.1f} {y:.1f}h{wide:.1f}v{height:.1f}h-{wide:.1f}z")
+        if number % -(-len(cells) // ROWS) == 0:
+            label = escape(name.removeprefix("layer_"))
+            parts.append(f'<text x="{LEFT - 6}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{label}</text>')
+    parts += [f'<path class="c0" opacity="{n / SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(shaded.items())]
+    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    lines = [(name, [(last, value) for _, last, value in row]) for name, row in cells.items()]
+    frame = {"x0": x0, "x1": x1, "y0": 0, "y1": 1, "plot": plot, "many": False, "map": True, "lines": lines}
+    data, scale = json.dumps(frame, separators=(",", ":")), (f"{low:.3g}", f"{most:.3g}")
+    shown = {"title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup("".join(parts))}
+    values: dict[str, Any] = {**frame, **shown, "data": data, "dots": (), "scale": scale}
+    return render("chart.html.j2", **values)
+
+
+def _cells(points: Sequence[Point], x0: float, x1: float) -> list[tuple[float, float, float]]:
+    """(step before, last step, value) of each cell of a row, by ascending step."""
+    found: list[tuple[float, float, float]] = []
+    least = (x1 - x0) / _COLUMNS
+    before = x0
+    for step, value in points:
+        if found and found[-1][1] - found[-1][0] < least:
+            found[-1] = (found[-1][0], step, max(found[-1][2], value))
+        elif step > before:
+            found.append((before, step, value))
+        before = max(before, step)
+    return found
