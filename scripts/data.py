@@ -32,10 +32,7 @@ def main() -> int:
     from shardwright.report.lines import Terminal
 
     transformers.logging.set_verbosity_error()
-    console = Terminal()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Terminal(width=200)
-    return run_audit(args, shown, console)
+    return run_audit(args, shown, Terminal())
 
 
 if __name__ == "__main__":
