@@ -21,7 +21,7 @@ _PROMPT = 24  # tokens of a text that are given, and the most of a chat's that c
 
 
 def show_completions(placed: PlacedModel, tokenizer: Any, rows: StoredRows, console: Console) -> None:
-    """Continue the beginnings of two held-out rows, and say both; what keeps the model from it is said, and no error."""
+    """Continue the beginnings of two held-out rows, and say both; what keeps the model from it is said."""
     args = placed.job.args
     prompts = [_beginning(rows, number) for number in sorted({0, len(rows) // 2})]
     try:

@@ -46,13 +46,9 @@ def step_bar(console: Console) -> progress.Progress:
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-    columns = (
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-    )
-    with live_progress(*columns, TimesColumn(), console=console, transient=True) as bar:
-        yield from bar.track(items, total=total, description=what)
+    columns = progress.BarColumn(), progress.TaskProgressColumn(), TimesColumn()
+    with live_progress(progress.TextColumn(what), *columns, console=console, transient=True) as bar:
+        yield from bar.track(items, total=total)
 
 
 @contextmanager

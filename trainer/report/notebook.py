@@ -50,7 +50,7 @@ class _NotebookProgress(Progress):
 def live_progress(
     *columns: ProgressColumn, console: Console, transient: bool = False, expand: bool = False
 ) -> Progress:
-    """A bar that its owner starts: live on a terminal or in a notebook, and nowhere else. ``transient``: it vanishes."""
+    """A bar that its owner starts, shown on a terminal or in a notebook alone; if ``transient``, it vanishes."""
     if console.is_jupyter and not console.quiet:
         return _NotebookProgress(*columns, console=console, transient=transient, expand=expand)
     off = console.is_jupyter or not console.is_terminal
