@@ -10,7 +10,6 @@ import sys
 
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments

@@ -23,11 +23,8 @@ def _help() -> str:
     for name, entry in OBJECTIVES.items():
         words = entry.shapes[0].words
         names.setdefault(entry.learns + (f", from records with {words}" if words else ""), []).append(name)
-    return (
-        "What is learned, from which records. It is: "
-        + "; ".join(f"{learns} ({', '.join(own)})" for learns, own in names.items())
-        + "."
-    )
+    each = (f"{learns} ({', '.join(own)})" for learns, own in names.items())
+    return f"What is learned, from which records. It is: {'; '.join(each)}."
 
 
 def _default(options: list[Number | Choice]) -> float | None:

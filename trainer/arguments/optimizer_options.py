@@ -40,7 +40,8 @@ class OptimizerArguments(Checked):
 
     optim: str = option(
         "adamw",
-        f"What updates the weights. It is: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
+        "What updates the weights. "
+        f"It is: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
         choices=list(OPTIMIZERS),
         common=True,
     )

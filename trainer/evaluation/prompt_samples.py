@@ -84,7 +84,7 @@ def sampling_of(args: TrainingArguments) -> Sampling:
     return Sampling(args.sample_temperature, args.sample_top_p)
 
 
-def expectedshape_of(job: Job) -> GenerationShape:
+def expected_shape(job: Job) -> GenerationShape:
     """The shape in which a run answers its prompts, known without its data; raises as :class:`Samples`.
 
     A tokenizer that the run trains on them makes at most a token of each byte.

@@ -20,29 +20,29 @@ def times(elapsed: float | None, left: float | None) -> str:
 
 
 class TimesColumn(progress.ProgressColumn):
-    """The time elapsed and left as one text, so that no narrow window tears a number from its name.
-
-    A task's field ``left`` gives the seconds left, where its owner knows better than the bar's own guess.
-    """
+    """The time elapsed and the time left, as one text."""
 
     max_refresh = 0.5  # seconds
 
     def render(self, task: progress.Task) -> Text:
-        left = task.fields.get("left", task.time_remaining)
-        return Text(times(task.elapsed, left), style="progress.remaining", no_wrap=True)
+        return Text(times(task.elapsed, task.time_remaining), style="progress.remaining", no_wrap=True)
+
+
+class _StepColumn(progress.ProgressColumn):
+    """The step, the times and the task's text ``numbers`` in one text, of which a narrow window cuts the end."""
+
+    def render(self, task: progress.Task) -> Text:
+        text = Text(f"step {task.completed:.0f}/{task.total:.0f}  ", no_wrap=True, overflow="ellipsis")
+        text.append(times(task.elapsed, task.fields["left"]), style="progress.remaining")
+        return text.append(f"  {task.fields['numbers']}")
 
 
 def step_bar(console: Console) -> progress.Progress:
-    """A bar of steps, the task's text ``numbers``, and the time elapsed and ``left``; its owner starts it."""
-    return live_progress(
-        progress.TextColumn("step"),
-        progress.MofNCompleteColumn(),
-        progress.BarColumn(bar_width=None),
-        progress.TextColumn("{task.fields[numbers]}", markup=False),
-        TimesColumn(),
-        console=console,
-        expand=True,
-    )
+    """A bar of steps with the time elapsed; a task's fields are ``numbers``, a text, and the seconds ``left``, or None.
+
+    Its owner starts it.
+    """
+    return live_progress(_StepColumn(), progress.BarColumn(bar_width=None), console=console, expand=True)
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
