@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from rich import progress
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from shardwright.report.notebook import live_progress
@@ -42,7 +43,8 @@ def step_bar(console: Console) -> progress.Progress:
 
     Its owner starts it.
     """
-    return live_progress(_StepColumn(), progress.BarColumn(bar_width=None), console=console, expand=True)
+    text = _StepColumn(table_column=Column(no_wrap=True))
+    return live_progress(text, progress.BarColumn(bar_width=None), console=console, expand=True)
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
