@@ -1,4 +1,4 @@
-"""The last lines of a run: commands that exist, with options that they take; and the texts that its model goes on with."""
+"""The last lines of a run: commands with options that they take, and the texts that its model goes on with."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ class ProgressCallback(TrainerCallback):
     The time left is that of the steps and evaluations still to come, at the pace since the first step, which compiled.
     """
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, now: Callable[[], float] = time.perf_counter) -> None:
+        self.console, self._now = console, now
         self.progress: Progress | None = None
         self.task, self.first_step = TaskID(0), 1
         self._began = self._compiled = 0.0  # when the training began, and when its first step had ended
@@ -85,13 +85,13 @@ class ProgressCallback(TrainerCallback):
         self.task = self.progress.add_task(
             "train", total=state.max_steps, completed=state.global_step, numbers="compiling the step …", left=None
         )
-        self.first_step, self._began = state.global_step + 1, time.perf_counter()
+        self.first_step, self._began = state.global_step + 1, self._now()
         self.progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
             if state.global_step == self.first_step:
-                self._compiled = time.perf_counter()
+                self._compiled = self._now()
                 self.progress.update(self.task, numbers="")
             self.progress.update(self.task, completed=state.global_step, left=self._left(state))
 
@@ -99,7 +99,7 @@ class ProgressCallback(TrainerCallback):
         logs = logs or {}
         if text := log_line(logs):
             if "loss" in logs and self.progress is not None and self.progress.disable:
-                text += f"  {times(time.perf_counter() - self._began, self._left(state))}"
+                text += f"  {times(self._now() - self._began, self._left(state))}"
             say(self.console, f"step {state.global_step:>6}  {text}")
         if self.progress is not None and "loss" in logs:
             numbers = f"loss {logs['loss']:.3f}  {logs['tokens_per_second']:,.0f} tokens/s"
@@ -110,7 +110,7 @@ class ProgressCallback(TrainerCallback):
         done = state.global_step - self.first_step
         if done < 1:
             return None
-        return (time.perf_counter() - self._compiled) / done * (state.max_steps - state.global_step)
+        return (self._now() - self._compiled) / done * (state.max_steps - state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
