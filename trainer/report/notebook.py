@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, TaskID
+from rich.progress import Progress, ProgressColumn
 
 _EVERY = 0.5  # seconds between two drawings, each a message to the browser
 
@@ -34,12 +34,12 @@ class _NotebookProgress(Progress):
         if self._handle is not None and time.monotonic() - self._drawn >= _EVERY:
             self._draw()
 
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        super().update(task_id, **changes)
+    def update(self, *task: Any, **changes: Any) -> None:
+        super().update(*task, **changes)
         self.refresh()
 
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        super().advance(task_id, advance)
+    def advance(self, *task: Any, **more: Any) -> None:
+        super().advance(*task, **more)
         self.refresh()
 
     def _draw(self, instead: dict[str, str] | None = None) -> None:
