@@ -10,7 +10,6 @@ import sys
 
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
@@ -32,10 +31,7 @@ def main() -> int:
     from shardwright.report.lines import Terminal
 
     transformers.logging.set_verbosity_error()
-    console = Terminal()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Terminal(width=200)
-    return run_audit(args, shown, console)
+    return run_audit(args, shown, Terminal())
 
 
 if __name__ == "__main__":

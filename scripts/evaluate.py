@@ -6,7 +6,6 @@ python scripts/evaluate.py --model runs/chat/model --tasks mine --include_path m
 """
 
 import logging
-import os
 import sys
 
 from shardwright.arguments.command_line import parse
@@ -16,8 +15,6 @@ from shardwright.hosts.output_streams import exit_code
 
 def main() -> None:
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     (options,) = parse([EvaluationArguments], sys.argv[1:], __doc__)
     import transformers
 

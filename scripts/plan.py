@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 os.environ["USE_TORCH_XLA"] = "0"
 
 from shardwright.arguments.command_line import Parser
+from shardwright.arguments.help_page import METAVARS, in_brief
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, command
 from shardwright.hosts.output_streams import exit_code
@@ -44,9 +46,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.add_argument("--html", metavar="FILE", help="write the plan to this file too, as a page that loads nothing")
     parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
-    parser.add_argument("--train_mtp", action="store_true", help="as scripts/train.py --train_mtp")
+    of_run = parser.add_argument_group("options of a run that change what a device holds, as in scripts/train.py")
+    texts = {each.name: each.metadata["help"] for each in fields(TrainingArguments)}
     for name, kind in _RUN.items():
-        parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
+        of_run.add_argument(f"--{name}", type=kind, metavar=METAVARS[kind], help=in_brief(texts[name]))
+    of_run.add_argument("--train_mtp", action="store_true", help=in_brief(texts["train_mtp"]))
     arguments = parser.parse_args()
 
     from shardwright.files.asked_file import write_asked

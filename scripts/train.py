@@ -36,9 +36,6 @@ def main() -> int:
         from shardwright.hosts.supervisor import supervise
 
         return supervise(limit, words)
-    # XLA's C++ log tells of its own deprecations at every compile; errors still show
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
     import transformers
 

@@ -6,6 +6,7 @@ names are imported on first use (PEP 562). `docs/api.md` lists what a program ma
 
 import importlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import UserError
@@ -62,6 +63,9 @@ def __dir__() -> list[str]:
 
 name_user()  # before torch is imported
 cuda.choose()  # before torch_xla is
+# XLA's C++ log tells of its own deprecations at every compile; errors still show
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 # When torch_xla is imported it logs which device it takes (torch_xla/runtime.py, torch_xla 2.9). A run says so itself.
 logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Defaulting to PJRT_DEVICE="))

@@ -39,6 +39,10 @@ class UserError(Exception):
         self.asked, self.found, self.why, self.instead = asked, found, why, instead
         super().__init__(f"{asked}\n  found:   {found}\n  why not: {why}\n  instead: {instead}")
 
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython draws in place of a traceback (IPython/core/interactiveshell.py)."""
+        return f"error: {self}".splitlines()
+
 
 class TransientError(UserError):
     """A store, a disk or a host failed, and may soon work again: with ``--max_restarts`` the run begins again."""

@@ -23,6 +23,7 @@ from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.rows.rows import StoredRows, few_rows
 from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
+from shardwright.evaluation.completions import show_completions
 from shardwright.evaluation.reference_rows import not_one_dataset
 from shardwright.evaluation.teacher import check_records, teacher_of
 from shardwright.evaluation.teacher_rows import taught
@@ -40,7 +41,8 @@ from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described, stored_said
 from shardwright.monitoring.callbacks import open_trackers
-from shardwright.monitoring.messages import check_steps_left
+from shardwright.monitoring.messages import check_steps_left, next_commands
+from shardwright.monitoring.run_page import PAGE
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights import mtp
@@ -121,6 +123,7 @@ class Start:
     def open(self) -> TrainingLoop:
         """Open devices, data and weights, and the loop on them."""
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
+        say(console, f"page:    {self.lock.folder}/{PAGE} shows the run as it goes, in a browser")
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
         say(console, f"weights: {self.weights_said(resume)}")
@@ -178,11 +181,25 @@ def train(
                 loop = start.open()
             while not start.trained(loop):
                 loop = start.open()
+            _close(loop, console)
     except TransientError as error:
         if loop is None or not loop.stop.any:
             note_passing(f"{error.asked}: {error.found}")
         raise
     return loop
+
+
+def _close(loop: TrainingLoop, console: Console) -> None:
+    """Show what the model writes, to a person at a terminal, and say what can be done with it."""
+    if loop.stop.any:
+        return
+    args, tokenizer = loop.args, loop.corpus.tokenizer
+    writes = not args.entry.scores_texts and args.sample_prompts is None and tokenizer is not None
+    if writes and hosts().once(lambda: console.is_terminal):  # two more graphs are compiled: all hosts do, or none
+        show_completions(loop.placed, tokenizer, loop.evaluator.first, console)
+    steps = hosts().once(lambda: live_steps(loop.folder))
+    for line in next_commands(args, loop.folder, max(steps, default=None)):
+        say(console, line)
 
 
 class _Noted(TrainerCallback):

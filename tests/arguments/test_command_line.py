@@ -129,4 +129,31 @@ def test_help_prints_descriptions_as_written_defaults_and_flags_of_the_callers(c
     assert "One.\n\n  Two.\n" in printed
     assert "Exit codes:\n  0  done\n" in printed
     assert "How many. (default: 1)" in printed
-    assert "--compile_only, --compile-only" in printed
+    assert "  --compile_only " in printed
+    assert "compile-only" not in printed, "one spelling is enough"
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "hidden"),
+    [
+        ([], ["--recipe", "--eval_strategy {no,steps,epoch}", "more options:", "Exit codes"], ["--lora_alpha", "None"]),
+        (["adapter"], ["--lora_alpha X", "--adapter_format {peft,per_expert}"], ["--recipe", "more options:"]),
+        (["all"], ["--recipe", "--lora_alpha", "--packing", "--no_packing"], ["more options:"]),
+    ],
+)
+def test_help_shows_the_common_options_a_group_or_all_each_once_with_its_choices(word, shown, hidden, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse([TrainingArguments], ["--help", *word], "What it does.", "Exit codes: 0")
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [text for text in shown if text not in printed] == []
+    assert [text for text in hidden if text in printed] == []
+    if not word:
+        assert len(printed.splitlines()) < 80
+
+
+def test_the_help_of_no_group_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse([TrainingArguments], ["--help", "adaptr"], None)
+    assert ended.value.code == 2
+    assert "no group 'adaptr'; did you mean 'adapter'?" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,7 @@ from shardwright.report.audit_report import AuditView, Finding, audit_page, prin
 from shardwright.report.bars import byte_bar, step_bar
 from shardwright.report.escapes import escaped
 from shardwright.report.lines import Terminal, say, waiting
-from shardwright.report.terminal import closing_table
+from shardwright.report.terminal import ProgressCallback, closing_table
 from tests.support.paths import ROOT
 
 NAMES = ["exp[lr=1e-3]", "run[/y]", "[bold]", "a\\[b]", ":smile:", "[link=x]", "[/]", "'x' 1 True"]
@@ -34,7 +35,7 @@ def terminal(*, colours: bool = False) -> tuple[Console, io.StringIO]:
 def test_lines_bars_and_tables_show_it_as_it_is(name: str) -> None:
     console, file = terminal()
     say(console, f"output:  {name}")
-    console.print(closing_table((1.0, None, 2.0), [], 3, name))
+    console.print(closing_table((1.0, None, 2.0), [], "train step 1", name))
     assert file.getvalue().startswith(f"output:  {name}\n")
     assert name in file.getvalue().splitlines()[-1]
     console, file = terminal(colours=True)
@@ -44,12 +45,35 @@ def test_lines_bars_and_tables_show_it_as_it_is(name: str) -> None:
     assert f"checking {name}" in file.getvalue()
 
 
-def test_a_bar_of_steps_tells_the_time_gone_from_the_time_left() -> None:
+@pytest.mark.parametrize("width", [100, 40])
+def test_a_bar_of_steps_names_the_time_elapsed_and_the_time_left_at_any_width(width: int) -> None:
     file = io.StringIO()
-    bar = step_bar(Console(file=file, width=100, force_terminal=True, color_system=None))
+    bar = step_bar(Console(file=file, width=width, force_terminal=True, color_system=None))
     with bar:
-        bar.add_task("train", total=10, completed=5, numbers="")
-    assert re.search(r" 0:00:0\d gone, -:--:-- left", file.getvalue())
+        bar.add_task("train", total=10, completed=5, numbers="loss 1.234  5,678 tokens/s", left=3725.0)
+    assert re.search(r"0:0\d elapsed, 1:02:05 left", file.getvalue())
+
+
+def test_the_time_left_is_that_of_the_steps_to_come_and_the_first_with_its_compile_is_left_out() -> None:
+    clock = iter([0.0, 100.0, 110.0, 110.0, 110.0])  # begun; the first step has ended; ten steps later
+    file = io.StringIO()
+    progress = ProgressCallback(Terminal(file=file), lambda: next(clock))
+    state = SimpleNamespace(global_step=0, max_steps=31)
+    progress.on_train_begin(None, state, None)
+    state.global_step = 1
+    progress.on_step_end(None, state, None)
+    state.global_step = 11
+    progress.on_step_end(None, state, None)
+    progress.on_log(None, state, None, logs={"loss": 1.0, "tokens_per_second": 9.0, "save_bytes": 46684810})
+    assert "44.5 MiB" in file.getvalue()
+    assert file.getvalue().endswith("1:50 elapsed, 0:20 left\n")
+
+
+def test_a_pipe_is_as_wide_as_its_lines(monkeypatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    file, folder = io.StringIO(), "output/" + "a" * 200
+    Terminal(file=file).print(closing_table((1.0, 0.5, 2.0), [], "train step 1", folder))
+    assert folder in file.getvalue()
 
 
 def test_a_line_keeps_its_length_and_has_no_colours() -> None:

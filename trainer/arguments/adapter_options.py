@@ -32,7 +32,9 @@ class AdapterArguments(Checked):
     """The adapter, and the frozen weights under it."""
 
     lora_r: int | None = option(
-        None, "Train LoRA factors of this rank beside frozen weights, and nothing else. Default: train all weights."
+        None,
+        "Train LoRA factors of this rank beside frozen weights, and nothing else. Default: train all weights.",
+        common=True,
     )
     lora_alpha: float | None = option(None, "What the factors add is scaled by alpha / r. Default: twice --lora_r.")
     lora_target: str = option(
@@ -64,20 +66,22 @@ class AdapterArguments(Checked):
         "peft",
         "How an adapter is written: as PEFT reads it onto this model (peft), or with each expert's weights by "
         "themselves, under the hub's names, as serving engines read it (per_expert).",
+        choices=("peft", "per_expert"),
     )
     base_dtype: str = option(
         "bfloat16",
         "What the frozen weights under an adapter are stored in: bfloat16, float32, or linear layers and experts in "
         "fewer bits and all else in bfloat16: int8, fp8 (blocks of 128 × 128), fp8_rows, mxfp4 (4.25 bits a weight), "
         "nf4 (4.5); same: as the checkpoint is published, where that is one of these.",
+        choices=BASE_DTYPES,
     )
 
     def check_adapter(self) -> None:
         self.check_path("adapter")
-        self.choose("base_dtype", BASE_DTYPES)
+        self.choose("base_dtype")
         self.at_least(1, "it is the rank of two factors", "lora_r", instead=16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
-        self.choose("adapter_format", ["peft", "per_expert"])
+        self.choose("adapter_format")
         self.check("lora_dropout", 0 <= self.lora_dropout < 1, "it is a probability", 0.05)
         unread = self.init_lora_weights not in ("eva", "corda", "lora_ga")
         self.check("init_lora_weights", unread, "its factors come from the training data, in a pass before it", "pissa")

@@ -11,27 +11,70 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_type_hints
 
+from shardwright.arguments.help_page import ALL, HelpAction, HelpFormatter, group_of, in_brief, shown_as
 from shardwright.arguments.known_flags.flag_words import in_ours, refusal
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome
 from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS, kind_of
 from shardwright.arguments.run_file import HELP, OPTION, with_files
-from shardwright.errors import command
+from shardwright.errors import command, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
     """The argparse parser of a script; unknown or shortened options end the command with exit code 2."""
 
-    def __init__(
-        self, description: str | None, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **more: Any
-    ) -> None:
-        super().__init__(description=description, formatter_class=formatter_class, allow_abbrev=False, **more)
+    def __init__(self, description: str | None, **more: Any) -> None:
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False, **more)
+        self.option_groups: dict[str, Any] = {}  # name → argparse's group
+        self.common = set[str]()  # destinations of the options that the short help shows
 
     def format_help(self) -> str:
         """The help, with commands as the user starts them."""
         return re.sub(r"(?:python\s+)?scripts/(\w+)\.py", lambda found: command(found[1]), super().format_help())
+
+    def format_usage(self) -> str:
+        """The usage line with the options that must be given; the others are listed below it."""
+        return f"usage: {self._usage()}\n"
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the usage line and the help."""
+        self.usage = self._usage()
+        super().print_help(file)
+
+    def print_page(self, page: str | None) -> None:
+        """Print the common options (None, where there are such), one group of options, or all of them."""
+        if page not in (None, ALL, *self.option_groups):
+            near = did_you_mean(str(page), [ALL, *self.option_groups])
+            self.error(f"no group {page!r}; {near}--help takes one of {', '.join([ALL, *self.option_groups])}")
+        short, titles = page is None and bool(self.common), {n: g.title for n, g in self.option_groups.items()}
+        kept = self.common if short else set()
+        for name, group in self.option_groups.items():
+            shown = group._group_actions  # semi-private: Lib/argparse.py, 3.11 to 3.13
+            shown[:] = [
+                each for each in shown if page in (ALL, name) or (page is None and not short) or each.dest in kept
+            ]
+            if short:
+                group.title = name
+                for each in shown:
+                    each.help = in_brief(each.help)
+        if page in self.option_groups:
+            self.epilog = None
+        elif short:
+            lines = [f"  {name:<{max(map(len, titles))}}  {title.partition(': ')[2]}" for name, title in titles.items()]
+            about = "more options: --help GROUP lists a group, --help all every option; - and _ are the same in names"
+            self.epilog = "\n".join([about, *lines, *(["", self.epilog] if self.epilog else [])])
+        self.print_help()
+
+    def _usage(self) -> str:
+        needed = [f"{each.option_strings[0]} {each.metavar or each.dest.upper()}" for each in self._needed]
+        places = [each.metavar or each.dest for each in self._actions if not each.option_strings]
+        return " ".join([self.prog, *needed, "[options]", *map(str, places)])
+
+    @property
+    def _needed(self) -> list[argparse.Action]:
+        return [each for each in self._actions if each.required and each.option_strings]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Look for unknown options first, since argparse would first complain of missing ones; then parse.
@@ -67,10 +110,6 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)  # semi-private: CPython's Lib/argparse.py, Python 3.11 to 3.13
 
 
-class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Prints the description unchanged, and each option's default."""
-
-
 def parse(
     kinds: Sequence[Any],
     words: Sequence[str],
@@ -87,9 +126,11 @@ def parse(
     only listed by ``--help`` and offered as the nearest.
     """
     parser = options_parser(kinds, description, epilog)
-    parser.add_argument(OPTION, metavar="FILE", help=HELP)
+    general = parser.option_groups.get("training", parser)
+    general.add_argument(OPTION, metavar="FILE", help=HELP)
+    parser.common |= {OPTION[2:]} if parser.common else set()
     for option, text in (flags or {}).items():
-        parser.add_argument(*_spellings(option[2:]), action="store_true", help=text)
+        general.add_argument(*_spellings(option[2:]), action="store_true", help=text)
     beside = os.path.splitext(sys.argv[0])[0] + ".args"
     if os.path.isfile(beside):
         with open(beside, encoding="utf-8") as file:
@@ -102,19 +143,31 @@ def parse(
 
 def options_parser(kinds: Sequence[Any], description: str | None = None, epilog: str | None = None) -> Parser:
     """A parser with an option for each field of the dataclasses ``kinds``; one that is True also has ``--no_…``."""
-    parser = Parser(description, epilog=epilog, formatter_class=_Help)
-    for group in kinds:
-        hints = get_type_hints(group)
-        for each in fields(group):
-            kind, text = kind_of(hints[each.name])[0], each.metadata["help"]
-            more: dict[str, Any] = {"required": True} if each.default is MISSING else {"default": each.default}
-            if kind is bool:  # it takes a word or none
-                more |= {"nargs": "?", "const": True}
-            parser.add_argument(*_spellings(each.name), type=_truth if kind is bool else kind, help=text, **more)
-            if each.default is True:
-                no = _spellings(f"no_{each.name}")
-                parser.add_argument(*no, action="store_false", dest=each.name, default=False, help=text)
+    parser = Parser(description, epilog=epilog, add_help=False)
+    about = "Show the common options, the options of a group, or `all`."
+    parser.add_argument("-h", "--help", nargs="?", action=HelpAction, metavar="GROUP", help=about)
+    for kind in kinds:
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            name, title = group_of(kind, each.name)
+            if name not in parser.option_groups:
+                parser.option_groups[name] = parser.add_argument_group(f"{name}: {title.rstrip('.')}")
+            _add(parser.option_groups[name], each, hints[each.name])
+            if each.metadata.get("common"):
+                parser.common.add(each.name)
     return parser
+
+
+def _add(group: Any, field: Field[Any], hint: Any) -> None:
+    kind, text = kind_of(hint)[0], field.metadata["help"].replace("%", "%%")
+    more: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
+    more |= shown_as(field, hint)
+    if kind is bool:  # it takes a word or none
+        more |= {"nargs": "?", "const": True}
+    group.add_argument(*_spellings(field.name), type=_truth if kind is bool else kind, help=text, **more)
+    if field.default is True:
+        no, opposite = _spellings(f"no_{field.name}"), f"The opposite of --{field.name}."
+        group.add_argument(*no, action="store_false", dest=field.name, default=False, help=opposite)
 
 
 def _spellings(name: str) -> list[str]:

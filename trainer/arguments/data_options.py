@@ -21,6 +21,7 @@ class DataArguments(Checked):
         "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit); or "
         "several, each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the "
         "source of Python's standard library.",
+        common=True,
     )
     text_column: str | None = option(
         None,
@@ -40,6 +41,7 @@ class DataArguments(Checked):
         "all",
         "Turns of a chat to learn: `all`, or the `last` alone. A turn that the chat template writes otherwise once the "
         "chat goes on, as those that leave out earlier reasoning do, is a sample of its own.",
+        choices=TRAIN_ON,
     )
     chat_template: str | None = option(
         None,
@@ -60,15 +62,17 @@ class DataArguments(Checked):
         "",
         f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said. "
         "Default: truncate_right; with --objective reward, drop.",
+        choices=OVERFLOW,
     )
     on_bad_row: str = option(
         "error",
         "A row that can't be read, or that no sample can be made of, stops the run (`error`), or is left out and "
         "counted (`skip`).",
+        choices=("error", "skip"),
     )
     streaming: bool = option(False, "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.")
     shuffle_rows: int = option(2048, "Rows that --streaming mixes; memory: so many x --sequence_length x 4 bytes.")
-    sequence_length: int = option(256, "Tokens a row.")
+    sequence_length: int = option(256, "Tokens a row.", common=True)
     isolate_documents: bool = option(
         False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
     )
@@ -89,9 +93,9 @@ class DataArguments(Checked):
         self.at_least(1, "a window of a stream holds a row at least", "shuffle_rows", instead=2048)
         self.at_least(2, "a row needs a token and its target", "sequence_length", instead=256)
         self.at_least(1, "nothing would be left to train on", "max_samples", instead=1000)
-        self.choose("overflow", OVERFLOW)
-        self.choose("train_on", TRAIN_ON)
-        self.choose("on_bad_row", ["error", "skip"])
+        self.choose("overflow")
+        self.choose("train_on")
+        self.choose("on_bad_row")
         names = _SET.findall(self.eval_dataset or "") if "" not in self.eval_sets else []
         if len(set(names)) < len(names) or not all(self.eval_sets.values()):
             raise UserError(

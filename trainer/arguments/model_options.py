@@ -20,11 +20,13 @@ class ModelArguments(Checked):
         "auto",
         "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from --model's "
         "own parallel plan and shapes, on the axes of --mesh.",
+        common=True,
     )
     model: str | None = option(
         None,
         "Hub id (id@revision) or local checkpoint folder, whose weights are the start; or a config's .json file, for "
         "random weights. Default: the recipe's own small model, with random weights.",
+        common=True,
     )
     revision: str | None = option(
         None, "Branch, tag or commit of --model's repository, as in --model id@revision. Default: main as it is now."
@@ -38,15 +40,23 @@ class ModelArguments(Checked):
         None,
         "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`; of auto any of the axes data, fsdp, inner, "
         "expert, tensor. `sequence` splits the tokens of each row, in any recipe (docs/recipes.md).",
+        common=True,
     )
     compute: str | None = option(
         None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipes.md)."
     )
     bf16: bool | None = option(
-        None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
+        None,
+        "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says.",
     )
-    weight_dtype: str = option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
-    optimizer_dtype: str = option("float32", "What the optimizer's state is stored in: float32 or bfloat16.")
+    weight_dtype: str = option(
+        "float32",
+        "What weights are stored in: float32, or bfloat16 at half the memory.",
+        choices=("float32", "bfloat16"),
+    )
+    optimizer_dtype: str = option(
+        "float32", "What the optimizer's state is stored in: float32 or bfloat16.", choices=("float32", "bfloat16")
+    )
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
     def check_model(self) -> None:
@@ -54,7 +64,7 @@ class ModelArguments(Checked):
         self.check_path("recipe", "model", "tokenizer")
         self.at_least(0, "it can't be negative", "seed")
         for name in ("weight_dtype", "optimizer_dtype"):
-            self.choose(name, ["float32", "bfloat16"])
+            self.choose(name)
 
     def _take_revision(self) -> None:
         """Puts ``revision`` into ``model``, which names the weights in all that follows; UserError if it has none."""

@@ -23,7 +23,8 @@ def _help() -> str:
     for name, entry in OBJECTIVES.items():
         words = entry.shapes[0].words
         names.setdefault(entry.learns + (f", from records with {words}" if words else ""), []).append(name)
-    return "What is learned: " + "; ".join(f"{learns} ({', '.join(own)})" for learns, own in names.items()) + "."
+    each = (f"{learns} ({', '.join(own)})" for learns, own in names.items())
+    return f"What is learned, from which records. It is: {'; '.join(each)}."
 
 
 def _default(options: list[Number | Choice]) -> float | None:
@@ -47,7 +48,7 @@ def _field(name: str, options: list[Number | Choice]) -> tuple[str, Any, Any]:
 class ObjectiveChoice(Checked):
     """The objective, under trl's names."""
 
-    objective: str = option(DEFAULT, _help())
+    objective: str = option(DEFAULT, _help(), choices=list(OBJECTIVES), common=True)
     train_mtp: bool = option(
         False,
         "Train the MTP layers too, which guess further tokens (DeepSeek-V3, GLM-4.5, Qwen3-Next); their loss is added. "
@@ -71,7 +72,7 @@ class ObjectiveChoice(Checked):
         return OBJECTIVES[self.objective]
 
     def check_objective(self) -> None:
-        self.choose("objective", list(OBJECTIVES))
+        self.choose("objective")
         self.check("mtp_loss_weight", self.mtp_loss_weight > 0, "it is a weight", MTP_WEIGHT)
         if self.mtp_loss_weight != MTP_WEIGHT and not self.train_mtp:
             raise UserError(

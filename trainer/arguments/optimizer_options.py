@@ -40,7 +40,10 @@ class OptimizerArguments(Checked):
 
     optim: str = option(
         "adamw",
-        f"What updates the weights: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
+        "What updates the weights. "
+        f"It is: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
+        choices=list(OPTIMIZERS),
+        common=True,
     )
     optim_args: str | None = option(
         None,
@@ -53,7 +56,7 @@ class OptimizerArguments(Checked):
     adam_epsilon: float = _adamw("adam_epsilon")
 
     def check_optimizer(self) -> None:
-        self.choose("optim", list(OPTIMIZERS))
+        self.choose("optim")
         self.at_least(0, "it can't be negative", "weight_decay")
         entry = OPTIMIZERS[self.optim]
         for name, number in _OF_ADAMW.items():

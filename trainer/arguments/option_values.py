@@ -16,9 +16,12 @@ FALSE_WORDS = {"no", "false", "f", "n", "0"}
 _MOST = 2**32 - 1  # for any whole number: the largest seed that every library takes
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a dataclass of options, with its text in ``--help``."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, choices: Sequence[str] = (), *, common: bool = False) -> Any:
+    """A field of a dataclass of options, with its text in ``--help``, and the words it is one of, if it is.
+
+    ``common``: the short help shows it.
+    """
+    return field(default=default, metadata={"help": help, "choices": tuple(choices), "common": common})
 
 
 def kind_of(hint: Any) -> tuple[type, bool]:
@@ -103,9 +106,10 @@ class Checked:
                     instead="a path that this user can open, or a hub id",
                 ) from error
 
-    def choose(self, name: str, known: Sequence[str]) -> None:
-        """Refuse a value of the option ``name`` that is not in ``known``."""
-        value = getattr(self, name)
+    def choose(self, name: str, known: Sequence[str] = ()) -> None:
+        """Refuse a value of the option ``name`` that is not in ``known``, or among the option's own choices."""
+        value, options = getattr(self, name), {each.name: each for each in fields(self)}  # type: ignore[arg-type]
+        known = known or options[name].metadata["choices"]
         if value not in known:
             raise UserError(
                 asked=f"--{name} {value}",

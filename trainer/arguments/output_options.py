@@ -12,7 +12,9 @@ class OutputArguments(Checked):
     """The output folder, the log, evaluations, checkpoints, samples, restarts and loss spikes. Times are steps."""
 
     output_dir: str | None = option(
-        None, "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken."
+        None,
+        "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken.",
+        common=True,
     )
     overwrite_output_dir: bool = option(False, "Write into an output directory that is not empty.")
     logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
@@ -31,8 +33,10 @@ class OutputArguments(Checked):
         "no",
         "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps; `epoch`: "
         "also after each epoch of the data.",
+        choices=("no", "steps", "epoch"),
+        common=True,
     )
-    eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
+    eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.", common=True)
     eval_on_start: bool = option(True, "Evaluate before the first step too; a resumed run never does so again.")
     max_eval_rows: int = option(
         256, "The most held-out rows that an evaluation reads, spread evenly over all and always the same; 0: all."
@@ -41,8 +45,9 @@ class OutputArguments(Checked):
         "steps",
         "When to write a checkpoint-N into output_dir: `no`, `steps` (every --save_steps and at the end), `epoch` (and "
         "at the end), or `best` (whenever the held-out loss is the lowest yet).",
+        choices=("no", "steps", "epoch", "best"),
     )
-    save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.")
+    save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.", common=True)
     save_total_limit: int | None = option(
         None,
         "Checkpoints of this run to keep; the oldest go once a new one is whole. The newest and the best always stay.",
@@ -51,6 +56,7 @@ class OutputArguments(Checked):
         None,
         "`latest`: go on from output_dir's newest whole checkpoint, or start anew if there is none yet, so that a "
         "launcher can always give the same command. Or the path of a checkpoint-N, on disk or in a store.",
+        common=True,
     )
     staging_dir: str | None = option(
         None,
@@ -80,6 +86,7 @@ class OutputArguments(Checked):
         None,
         "Answer the prompts in this file at each evaluation, into samples.jsonl and report.html of --output_dir: one "
         "prompt a line, or JSON-lines with `prompt` or `messages`.",
+        common=True,
     )
     sample_tokens: int = option(64, "The most tokens of an answer.")
     sample_temperature: float = option(0.0, "What logits are divided by before a token is drawn; 0: the likeliest one.")
@@ -99,6 +106,7 @@ class OutputArguments(Checked):
         "out its update and goes on; `rollback` goes back to the newest checkpoint, and on from there without the "
         "batches up to the spike; `stop` ends the run with the weights of before it; `no` looks for none. Spikes that "
         "come ever again are a learning rate too high; a single one is most often a batch of bad data.",
+        choices=("no", "skip", "rollback", "stop"),
     )
     spike_threshold: float = option(
         8.0,
@@ -120,8 +128,8 @@ class OutputArguments(Checked):
         self.check_path("output_dir", "resume_from_checkpoint", "staging_dir", "sample_prompts")
         self.at_least(1, "it is a distance between two steps", "logging_steps", "eval_steps", "save_steps")
         self.at_least(0, "it can't be negative", "max_eval_rows", "hang_timeout")
-        self.choose("eval_strategy", ["no", "steps", "epoch"])
-        self.choose("save_strategy", ["no", "steps", "epoch", "best"])
+        self.choose("eval_strategy")
+        self.choose("save_strategy")
         if self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
         self.at_least(1, "the newest checkpoint is always kept", "save_total_limit")
@@ -130,7 +138,7 @@ class OutputArguments(Checked):
         self.at_least(0, "it divides logits", "sample_temperature", instead=1.0)
         self.check("sample_top_p", 0 < self.sample_top_p <= 1, "it is a share", 0.9)
         self.at_least(0, "it counts restarts", "max_restarts", instead=3)
-        self.choose("on_spike", ["no", "skip", "rollback", "stop"])
+        self.choose("on_spike")
         self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)
         fits = 4 <= self.spike_window <= 4096
         self.check("spike_window", fits, "a median needs a few steps, and each is kept on the device", 128)

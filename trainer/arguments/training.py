@@ -36,27 +36,38 @@ class TrainingArguments(
     The bases are in reverse: ``--help`` lists the options of the last one first.
     """
 
+    group_title = "The batch, the length of the run, learning rates and routers."
+
     per_device_train_batch_size: int = option(
-        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more."
+        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more.", common=True
     )
-    gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches an optimizer step; all inside one XLA computation.", common=True
+    )
     num_train_epochs: float | None = option(
-        None, "Times through the data, where --max_steps says nothing; --streaming knows no length, and takes those."
+        None,
+        "Times through the data, where --max_steps says nothing; --streaming knows no length, and takes those.",
+        common=True,
     )
     max_steps: int = option(
         -1,
         "Optimizer steps; they win over --num_train_epochs. Default: as many as the epochs are, and without those "
         f"{DEFAULT_STEPS}.",
+        common=True,
     )
     learning_rate: float | None = option(
-        None, "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights."
+        None,
+        "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights.",
+        common=True,
     )
-    lr_scheduler_type: str = option("linear", f"One of transformers' schedulers that need no loss: {', '.join(KINDS)}.")
+    lr_scheduler_type: str = option(
+        "linear", f"One of transformers' schedulers that need no loss: {', '.join(KINDS)}.", choices=KINDS
+    )
     lr_scheduler_kwargs: dict | str | None = field(
         default=None, metadata={"help": """Further arguments of that scheduler, as JSON: '{"min_lr_rate": 0.1}'."""}
     )
     warmup_steps: float = option(
-        20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps."
+        20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps.", common=True
     )
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
     router_z_loss_coef: float = option(
@@ -66,7 +77,9 @@ class TrainingArguments(
         0.0, "Add so many times a loss that balances the load of experts, summed over layers (DeepSeek-V3: 0.0001)."
     )
     router_balance: str = option(
-        "sequence", "What --router_balance_coef balances: each `sequence` (a row) by itself, or a whole micro-`batch`."
+        "sequence",
+        "What --router_balance_coef balances: each `sequence` (a row) by itself, or a whole micro-`batch`.",
+        choices=("sequence", "batch"),
     )
     router_bias_update_rate: float = option(
         0.0,
@@ -100,7 +113,7 @@ class TrainingArguments(
         self.at_least(0, "it can't be negative", *routers, "warmup_steps", "max_grad_norm")
         self.check_optimizer()
         self.check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        self.choose("router_balance", ["sequence", "batch"])
+        self.choose("router_balance")
         self._read_schedule()
         self.check_output()
         self._read_length()
@@ -147,7 +160,7 @@ class TrainingArguments(
             self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", "2:4")
 
     def _read_schedule(self) -> None:
-        self.choose("lr_scheduler_type", KINDS)
+        self.choose("lr_scheduler_type")
         options = self.lr_scheduler_kwargs
         try:
             self.lr_scheduler_kwargs = json.loads(options) if isinstance(options, str) else options

@@ -31,7 +31,6 @@ DOES_NOT_FIT = 3
 def main(words: list[str], description: str | None) -> int:
     """`scripts/compile.py`: runs its command line, and returns the exit code."""
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1")  # no accelerator; before torch_xla opens one
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides deprecations in XLA's C++ log
     logging.disable(logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves no compiling process and no files
     args, options = parse([TrainingArguments, CompileArguments], words, description)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
@@ -27,7 +27,9 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
 from shardwright.models.ops.labels import IGNORE
 from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
+from shardwright.report.bars import TimesColumn
 from shardwright.report.lines import waiting
+from shardwright.report.notebook import live_progress
 from shardwright.report.units import size
 
 TRAINS_WRONGLY = 3  # the exit code
@@ -65,17 +67,16 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
 
 
 class ReadingBar:
-    """A progress bar for each dataset, on a terminal only. It counts bytes of files, or characters without files."""
+    """A bar for each dataset, on a terminal or in a notebook. It counts bytes of files, or characters without files."""
 
     def __init__(self, console: Console) -> None:
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[done]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimesColumn(),
         )
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.bar = live_progress(*columns, console=console, transient=True)
         self._stream: DocumentStream | None = None
 
     def read(self, stream: DocumentStream, part: int, characters: int) -> None:

@@ -51,7 +51,7 @@ class Samples:
         self.job, self.tokenizer, self.folder, self.console = job, tokenizer, folder, console
         read = [prompt_tokens(prompt, tokenizer) for prompt in read_prompts(str(args.sample_prompts))]
         self.texts, self.prompts = [text for text, _ in read], [tokens for _, tokens in read]
-        self.shape = _shape(job, [len(tokens) for tokens in self.prompts])
+        self.shape = shape_of(job, [len(tokens) for tokens in self.prompts])
         self.stops = stop_tokens(args, job.config) | {tokenizer.eos_token_id}
         self.entries = [] if resume is None else _earlier(resume)
         self.generator: Generator | None = None
@@ -91,11 +91,12 @@ def expected_shape(job: Job) -> GenerationShape:
     """
     prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
     if tokenizer is not None:
-        return _shape(job, [len(prompt_tokens(prompt, tokenizer)[1]) for prompt in prompts])
-    return _shape(job, [len(str(prompt).encode()) for prompt in prompts])
+        return shape_of(job, [len(prompt_tokens(prompt, tokenizer)[1]) for prompt in prompts])
+    return shape_of(job, [len(str(prompt).encode()) for prompt in prompts])
 
 
-def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
+def shape_of(job: Job, lengths: Sequence[int]) -> GenerationShape:
+    """The shape in which prompts of so many tokens are answered; UserError: the model has no such positions."""
     shards = job.row_shards
     rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
     shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)

@@ -1,7 +1,5 @@
 """A plan as the rows of a table, and printed."""
 
-import os
-
 from rich.table import Table
 from rich.text import Text
 
@@ -41,8 +39,6 @@ def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
 def print_plan(plan: ShardingPlan) -> None:
     """Prints the plan as a table that fits the terminal, or as wide as it needs where the output is piped."""
     console = Terminal()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Terminal(width=200)
     sizes = " × ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     say(console, f"mesh: {sizes} = {plan.devices} devices\n")
     console.print(_table(plan_rows(plan), console.width))

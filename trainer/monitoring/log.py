@@ -15,10 +15,11 @@ from shardwright.monitoring.run_page import RunPage
 from shardwright.report.expert_load import log_entries
 from shardwright.report.lines import say
 from shardwright.step import spikes
+from shardwright.step.compile_guard import COMPILED
 from shardwright.step.step_metrics import StepMetrics
 from shardwright.step.train_step import TrainStep
 from shardwright.xla.program_cache import KEPT
-from shardwright.xla.runtime import chip, compile_count
+from shardwright.xla.runtime import chip
 
 
 class RunLog:
@@ -97,7 +98,7 @@ class RunLog:
             "learning_rate": learning_rate,
             "grad_norm": metrics.grad_norm,
             "tokens_per_second": self._tokens / seconds,
-            "compiles": compile_count(),
+            "compiles": sum(COMPILED[guard.what] for guard in self._step.guards.values()),
         }
         if least := [known for known in self._least if known is not None]:
             logs["mfu"] = sum(least) / seconds

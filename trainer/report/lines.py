@@ -1,18 +1,30 @@
 """Lines on the terminal, escaped, and without markup: rich would take a path such as ``exp[lr=1e-3]`` for it."""
 
+import contextlib
+import os
 from collections.abc import Iterable
-from typing import IO
+from contextlib import AbstractContextManager
+from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment
-from rich.status import Status
 from rich.text import Text
 
 from shardwright.report.escapes import escaped
 
+_WIDE = 1000  # columns of a pipe or a file, where nothing needs to be wrapped
+
 
 class Terminal(Console):
-    """A rich console whose texts are escaped, and nothing of its own."""
+    """A rich console whose texts are escaped, and nothing of its own.
+
+    A pipe or a file is as wide as the lines are, unless COLUMNS or ``width`` says otherwise.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not (self.is_terminal or self.is_jupyter or options.get("width") or "COLUMNS" in os.environ):
+            self.width = _WIDE
 
     def _past_escapes(self) -> IO[str]:
         # a stream that escapes everything takes what is escaped already by this attribute (hosts.output_streams)
@@ -32,6 +44,6 @@ def say(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=True)
 
 
-def waiting(console: Console, text: str) -> Status:
+def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
     """A context that shows ``text`` with a spinner, on a terminal only."""
-    return console.status(Text(text))
+    return console.status(Text(text)) if console.is_terminal else contextlib.nullcontext()

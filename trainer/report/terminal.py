@@ -1,7 +1,8 @@
 """A run on the terminal: its live line, its log lines and its closing table."""
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
-from shardwright.report.bars import step_bar
+from shardwright.report.bars import step_bar, times
 from shardwright.report.goodput import WHAT
 from shardwright.report.lines import say
+from shardwright.report.units import size
 
-# log key → format for a person
-_FORMATS = {
+# log key → format for a person, or a function that gives the text
+_FORMATS: dict[str, str | Callable[[Any], str]] = {
     "loss": "loss {:.4f}",
     "eval_loss": "held-out loss {:.4f}",
     "eval_perplexity": "perplexity {:.4g}",
@@ -39,10 +41,10 @@ _FORMATS = {
     "spike_loss_limit": "(limit {:.4f})",
     "spike_grad_norm": "grad norm {:.3f}",
     "spike_grad_norm_limit": "(limit {:.3f})",
-    "compiles": "{} compiles",
-    "save_pause": "save pause {:.3f} s",
+    "compiles": lambda count: f"{count} compile{'s' * (count != 1)} of the step",
+    "save_pause": "paused {:.3f} s to save",
     "saved_step": "checkpoint-{} written",
-    "save_bytes": "{:,} bytes",
+    "save_bytes": size,
     "save_seconds": "in {:.2f} s",
     "goodput": "goodput {:.1%}",
     "restarts": "{} restarts",
@@ -59,41 +61,56 @@ def log_line(logs: Mapping[str, Any]) -> str:
     for key, value in logs.items():
         kind = _SET_METRIC.sub(r"eval_\2", key)
         if value is not None and kind in _FORMATS:
-            parts[order.index(kind), key] = _FORMATS[kind].format(value)
+            form = _FORMATS[kind]
+            parts[order.index(kind), key] = form.format(value) if isinstance(form, str) else form(value)
         elif key.startswith("eval_") and type(value) is float:
             parts[len(order), key] = f"{key.removeprefix('eval_')} {value:.4g}"
     return "".join(sets) + "  ".join(text for _, text in sorted(parts.items()))
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows a live bar (step, loss, tokens/s, time left) on a terminal, and prints a line at each logging step."""
+    """Prints a line at each logging step; a terminal and a notebook also have a live bar, elsewhere lines have times.
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    The time left is that of the steps and evaluations still to come, at the pace since the first step, which compiled.
+    """
+
+    def __init__(self, console: Console, now: Callable[[], float] = time.perf_counter) -> None:
+        self.console, self._now = console, now
         self.progress: Progress | None = None
         self.task, self.first_step = TaskID(0), 1
+        self._began = self._compiled = 0.0  # when the training began, and when its first step had ended
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress = step_bar(self.console)
         self.task = self.progress.add_task(
-            "train", total=state.max_steps, completed=state.global_step, numbers="compiling the step …"
+            "train", total=state.max_steps, completed=state.global_step, numbers="compiling the step …", left=None
         )
-        self.first_step = state.global_step + 1
+        self.first_step, self._began = state.global_step + 1, self._now()
         self.progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
-            if state.global_step == self.first_step:  # compiled
+            if state.global_step == self.first_step:
+                self._compiled = self._now()
                 self.progress.update(self.task, numbers="")
-            self.progress.update(self.task, completed=state.global_step)
+            self.progress.update(self.task, completed=state.global_step, left=self._left(state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if text := log_line(logs):
+            if "loss" in logs and self.progress is not None and self.progress.disable:
+                text += f"  {times(self._now() - self._began, self._left(state))}"
             say(self.console, f"step {state.global_step:>6}  {text}")
         if self.progress is not None and "loss" in logs:
             numbers = f"loss {logs['loss']:.3f}  {logs['tokens_per_second']:,.0f} tokens/s"
             self.progress.update(self.task, numbers=numbers)
+
+    def _left(self, state: Any) -> float | None:
+        """Seconds until the last step's end; None before two steps are done."""
+        done = state.global_step - self.first_step
+        if done < 1:
+            return None
+        return (self._now() - self._compiled) / done * (state.max_steps - state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
@@ -103,7 +120,7 @@ class ProgressCallback(TrainerCallback):
 def closing_table(
     losses: tuple[float | None, float | None, float | None],
     log_history: Sequence[dict[str, Any]],
-    compiles: int,
+    compiles: str,
     folder: str,
 ) -> Table:
     """The results of a finished run, in two columns.
@@ -122,6 +139,6 @@ def closing_table(
     if unigram is not None:
         table.add_row("unigram model's loss", f"{unigram:.4f}{unit} (the same held-out tokens)")
     table.add_row("tokens/s", speed)
-    table.add_row("compiles", str(compiles))
+    table.add_row("compiles", compiles)
     table.add_row("written to", Text(folder))
     return table

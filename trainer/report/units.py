@@ -1,4 +1,4 @@
-"""Sizes as text, and back."""
+"""Sizes and times as text, and sizes back."""
 
 import math
 import re
@@ -12,6 +12,17 @@ def size(count: float, decimals: int = 1) -> str:
         if count >= scale:
             return f"{count / scale:,.{decimals}f} {unit}"
     return f"{count:,.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as ``4:05``, ``1:02:30`` or ``2 d 3:04:05``; None, not known: ``?``."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02}:{rest:02}" if days or hours else f"{minutes}:{rest:02}"
+    return f"{days} d {clock}" if days else clock
 
 
 def parse_size(text: str) -> int:

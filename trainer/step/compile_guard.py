@@ -1,12 +1,22 @@
 """CompileGuard: a step that would compile again stops the run, and the error names what changed."""
 
 import contextlib
+from collections import Counter
 
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import hosts
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.graph_difference import Trace, first_difference, graph_text
-from shardwright.xla.runtime import program_count, run_now
+from shardwright.xla.runtime import compile_count, program_count, run_now
+
+COMPILED: Counter[str] = Counter()  # step → times that this process has compiled it, loaded ones left out
+
+
+def compiles_said() -> str:
+    """What this process has compiled: each step by its name, and the number of all other graphs."""
+    steps = [f"{what} {count}" for what, count in COMPILED.items() if count]
+    others = compile_count() - COMPILED.total()
+    return f"{', '.join(steps) or 'no step'}; {others} small graphs around them (weights, metrics)"
 
 
 class CompileGuard:
@@ -28,12 +38,13 @@ class CompileGuard:
 
     def _run(self, batch: Tensors, trace: Trace) -> Tensors:
         self._compare(batch)
-        before = program_count()
+        before, compiled = program_count(), compile_count()
         results = trace(batch)
         if self.first and not hosts().several:  # torch_xla 2.9 may crash there: data of a generation lie on other hosts
             self._graph = graph_text(results)
         run_now(list(results.values()))
         self.compiles += program_count() - before
+        COMPILED[self.what] += compile_count() - compiled
         self.first = False
         if self.compiles > self.expected:
             inputs, change = "; ".join(f"{name}: {text}" for name, text in self._signature.items()), ""
