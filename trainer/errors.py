@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
 BUG = 70  # sysexits' EX_SOFTWARE: an error that nobody foresaw, and that comes again with the same command
@@ -38,6 +39,10 @@ class UserError(Exception):
     def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
         self.asked, self.found, self.why, self.instead = asked, found, why, instead
         super().__init__(f"{asked}\n  found:   {found}\n  why not: {why}\n  instead: {instead}")
+
+    def with_instead(self, instead: str) -> Self:
+        """This error with another ``instead``."""
+        return type(self)(asked=self.asked, found=self.found, why=self.why, instead=instead)
 
 
 class TransientError(UserError):

@@ -19,8 +19,9 @@ from shardwright.layout.mesh import SEQUENCE, Mesh
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Placement, Shard
 from shardwright.layout.plan_checks import collapse
-from shardwright.layout.recipe import Compute, Recipe
+from shardwright.layout.recipe import Compute, Layout, Recipe
 from shardwright.layout.roles import Role, Roles
+from shardwright.models.experts.expert_families import experts_modules
 
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # a stand-in until there is a model
@@ -73,6 +74,12 @@ def auto_recipe(
         {pattern: line.note for pattern, line in lines.items() if line.note},
         {pattern: line.undivided for pattern, line in lines.items() if line.undivided},
     )
+
+
+def kinds_of(model: PreTrainedModel, sizes: Mapping[str, int]) -> dict[str, Layout]:
+    """Kind of parameter (its name with ``*`` for numbers) → its layout on a mesh of ``sizes``, with any axes."""
+    found = _layouts(model, Roles(model, experts_modules(model)), sizes)
+    return {kind: line.layout for kind, line in found.items()}
 
 
 def layers_list(model: PreTrainedModel) -> str | None:

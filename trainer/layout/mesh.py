@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwright.errors import UserError, did_you_mean
 
 # the axis that splits the tokens of each row, in any recipe whose mesh has it
 SEQUENCE = "sequence"
+_OFFERED = 3  # meshes in one message
 
 
 @dataclass(frozen=True, init=False)
@@ -72,7 +73,8 @@ class Mesh:
                 asked=f"{self} on {devices} devices",
                 found=f"its sizes multiply to {fixed}{' × what is left' if has_rest else ''}",
                 why="every device has exactly one place in the mesh",
-                instead=f"{self._that_fits(devices)}, or {fixed} devices",
+                instead=" or ".join(map(str, self.fitting(devices)[:_OFFERED] or [self._that_fits(devices)]))
+                + ("" if has_rest else f", or {fixed} devices"),
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
@@ -80,8 +82,20 @@ class Mesh:
         """Devices along each axis (ICI × DCN), in order, with -1 resolved; raises as :meth:`ici_sizes`."""
         return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
 
+    def fitting(self, devices: int) -> list[Mesh]:
+        """The meshes of these axes and DCN factors for exactly ``devices`` devices, the nearest first."""
+        slices = math.prod(self.dcn.values())
+        if devices < 1 or devices % slices:
+            return []
+        fixed = {axis: size for axis, size in self.axes.items() if size != -1}
+        made = [
+            Mesh(dcn=self.dcn, **{**self.axes, **dict(zip(fixed, sizes, strict=True))})
+            for sizes in _factors(devices // slices, len(fixed), exact=len(fixed) == len(self.axes))
+        ]
+        return sorted(made, key=lambda mesh: sum(abs(math.log(mesh.axes[a] / size)) for a, size in fixed.items()))
+
     def _that_fits(self, devices: int) -> Mesh:
-        """The nearest mesh of the same axes for exactly ``devices`` devices."""
+        """A mesh of the same axes for ``devices`` devices where no DCN factors of these divide them."""
         left, dcn, ici = max(devices, 1), {}, {}
         for axis, factor in self.dcn.items():
             dcn[axis] = math.gcd(factor, left)
@@ -91,6 +105,16 @@ class Mesh:
             ici[axis] = 1 if axis == rest else math.gcd(size, left)
             left //= ici[axis]
         return Mesh(dcn=dcn, **{axis: left if axis == rest else ici[axis] for axis in self.axes})
+
+
+def _factors(number: int, count: int, exact: bool) -> Iterator[tuple[int, ...]]:
+    """Each way to write ``number``, or a divisor of it unless ``exact``, as a product of ``count`` factors."""
+    if count == 0:
+        if number == 1 or not exact:
+            yield ()
+        return
+    for first in (n for n in range(1, number + 1) if number % n == 0):
+        yield from ((first, *others) for others in _factors(number // first, count - 1, exact))
 
 
 def check_axis(axis: str, known: Iterable[str], where: str) -> None:

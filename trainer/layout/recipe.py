@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -69,7 +70,7 @@ class Compute:
             if not isinstance(value, str | None) or value not in choices:
                 raise UserError(
                     asked=f"Compute({name}={value!r:.80})",
-                    found=f"{value!r:.80} is not a {name} of this trainer",
+                    found=f"{value!r:.80}, which is no value of {name}",
                     why="a compute policy is one of a fixed list",
                     instead=(f"{_NOW[str(value)]!r}, its name now; " if str(value) in _NOW else "")
                     + did_you_mean(f"{value!s:.80}", filter(None, choices))
@@ -166,11 +167,15 @@ class Recipe:
             return self._with_split_rows().with_mesh(text)
         if sizes.keys() != self.mesh.axes.keys() or len(pairs) > len(sizes):
             wrong = next((axis for axis in sizes if axis not in self.mesh.axes), None)
+            missing = [axis for axis in self.mesh.axes if axis not in sizes]
+            meant = self.mesh.axes | {axis: size for axis, size in sizes.items() if axis in self.mesh.axes}
+            if wrong and len(missing) == 1:  # another word for the one that is not named
+                meant[missing[0]] = sizes[wrong]
             raise UserError(
                 asked=f"mesh {text!r}",
                 found=f"recipe {self.name} has the axes {', '.join(self.mesh.axes)}",
                 why=f"axis {wrong!r} is not one of them" if wrong else "each of them needs one whole number",
-                instead=",".join(f"{axis}={size}" for axis, size in self.mesh.axes.items()),
+                instead="--mesh " + ",".join(f"{axis}={size}" for axis, size in meant.items()),
             )
         return replace(self, mesh=Mesh(dcn=self.mesh.dcn, **{axis: sizes[axis] for axis in self.mesh.axes}))
 
@@ -238,6 +243,11 @@ class Recipe:
 def layout_text(layout: Layout) -> dict[str, str]:
     """A layout as text: ``{"fsdp": Shard(0)}`` becomes ``{"fsdp": "Shard(0)"}``."""
     return {axis: f"Shard({p.dim})" if isinstance(p, Shard) else "Replicate()" for axis, p in layout.items()}
+
+
+def layout_source(layout: Layout) -> str:
+    """A layout as a recipe's file has it: ``{"fsdp": Shard(0)}``."""
+    return "{" + ", ".join(f"{json.dumps(axis)}: {text}" for axis, text in layout_text(layout).items()) + "}"
 
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
