@@ -59,6 +59,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
+def a_type(value: object) -> str:
+    """The name of a value's type with its article: ``an int``, ``a str``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def command(name: str) -> str:
     """The command ``name`` (``train``, ``plan``, …) as the user of this program would type it."""
     folder, _ = os.path.split(sys.argv[0])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from shardwright.arguments.known_flags.flag_words import text_of
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 
 RUN_FILE = "run.yaml"
 OPTION = "--config"
@@ -70,7 +70,7 @@ def read_options(path: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _refused(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
     if not isinstance(found, Mapping):
-        raise _refused(path, f"a {type(found).__name__}")
+        raise _refused(path, f"{a_type(found)}")
     if other := [name for name in found if not isinstance(name, str)]:
         raise _refused(path, f"{other[0]!r}, a name that is no text")
     return {name.lstrip("-").replace("-", "_"): value for name, value in found.items() if value is not None}

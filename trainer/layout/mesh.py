@@ -48,14 +48,17 @@ class Mesh:
                     asked=f"mesh axis {axis!r} with a factor of {size!r}",
                     found=f"{self}",
                     why="a factor counts devices, from 1 up; one ICI factor alone may be -1 (what is left)",
-                    instead=f"{axis}=1, or {axis}=-1",
+                    instead=f"{axis}={size}"
+                    if str(size).isdecimal() and str(size) != "0"
+                    else f"{axis}=1, or {axis}=-1",
                 )
-        if sum(size == -1 for size in axes.values()) > 1:
+        if others := [axis for axis, size in axes.items() if size == -1][1:]:
+            meant = {axis: 2 if axis in others else size for axis, size in axes.items()}
             raise UserError(
                 asked=f"{self}",
                 found="-1 on more than one axis",
                 why="only one axis can take what is left",
-                instead="give every axis but one a size",
+                instead=f"every axis but one with a size, such as {Mesh(dcn=dcn, **meant)}",
             )
 
     def __str__(self) -> str:
@@ -124,5 +127,5 @@ def check_axis(axis: str, known: Iterable[str], where: str) -> None:
             asked=f"{where}: axis {axis!r}",
             found=f"the mesh has {', '.join(known)}",
             why="a tensor can only be placed along an axis of the mesh",
-            instead=did_you_mean(str(axis), known) + "name one of the mesh's axes, or add this one to Mesh(...)",
+            instead=f"{did_you_mean(str(axis), known)}one of {', '.join(known)}; or this one added to Mesh(...)",
         )

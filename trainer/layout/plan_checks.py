@@ -67,12 +67,11 @@ def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor], mends: Mends 
             instead=mends.narrowed(hits[next(iter(doubled))]) if mends else "",
         )
     if unused:
-        kinds = dict.fromkeys(map(collapse, names))
         raise UserError(
             asked=f"{title}: line {unused[0]!r}" + (f" and {len(unused) - 1} more" if unused[1:] else ""),
             found="no parameter matches " + ", ".join(map(repr, unused)),
             why="a line that matches nothing is a misspelling, or meant for another model",
-            instead=f"no line {unused[0]!r}; or move it to optional={{...}}, whose lines may match nothing",
+            instead=f"no line {unused[0]!r}; or moved to optional={{...}}, whose lines may match nothing",
         )
     return {name: found[0] for name, found in hits.items()}
 
@@ -103,7 +102,8 @@ def check_dimensions(
                 instead="",
             )
             raise error.with_instead(
-                (mends.elsewhere(name, [axis], error) if mends else "") + ("" if rank else ": a scalar only replicates")
+                (mends.elsewhere([name], [axis], error) if mends else "")
+                + ("" if rank else ": a scalar only replicates")
             )
 
 
@@ -134,7 +134,8 @@ def check_divisible(
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
         instead="",
     )
-    offers = [mends.mesh(), mends.elsewhere(name, axes, error)] if mends else []
+    alike = [other for other, found in bad.items() if found == bad[name]]
+    offers = [mends.mesh(), mends.elsewhere(alike, axes, error)] if mends else []
     raise error.with_instead("; or ".join(filter(None, offers)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -18,7 +18,9 @@ from shardwright.layout.placement import Shard
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.recipe import Layout, Recipe, layout_source, matches
 
-_OFFERED = 3  # changes of one kind in a message
+_OFFERED = 3  # meshes in a message
+_LINES = 2  # changes of lines in a message
+_TRIED = 64  # meshes; a plan of a large model takes some ten milliseconds
 _MERGED = 40  # lines, beyond which merging them takes too long
 _NEAR = 0.8  # difflib's ratio of two patterns, from which one is a misspelling of the other
 _BREAK = "\n           "
@@ -41,7 +43,11 @@ class Mends:
     def mesh(self) -> str:
         """Meshes of the same axes with which there is a plan, as options; empty if there is none."""
         fits = (m for m in self._recipe.mesh.fitting(self._devices) if m != self._recipe.mesh)
-        good = (mesh for mesh in fits if self._refusal(replace(self._recipe, mesh=mesh), self._devices) is None)
+        good = (
+            mesh
+            for mesh in islice(fits, _TRIED)
+            if self._refusal(replace(self._recipe, mesh=mesh), self._devices) is None
+        )
         offered = ["--mesh " + _sizes(mesh) for mesh in islice(good, _OFFERED)]
         return ", or ".join(offered)
 
@@ -52,15 +58,15 @@ class Mends:
     def missing(self, unmatched: Collection[str], unused: Collection[str]) -> str:
         """Lines for the parameters ``unmatched``, or the spelling that a line of ``unused`` may have meant."""
         lines = self._merged(self._auto(unmatched), unmatched)
-        known = [*self._merged(dict.fromkeys(unmatched, {}), unmatched), *lines, *map(collapse, unmatched)]
+        known = [*self._merged({name: {} for name in unmatched}, unmatched), *lines, *map(collapse, unmatched)]
         for pattern in unused:
             if near := difflib.get_close_matches(pattern, known, n=1, cutoff=_NEAR):
                 return f"did you mean {near[0]!r} by {pattern!r}, which matches nothing?"
-        title = "the line " if len(lines) == 1 else f"these lines of {len(lines)}, as recipe auto has them:{_BREAK}"
-        return title.replace(f" of {len(lines)}", "") + f",{_BREAK}".join(_line(*each) for each in lines.items())
+        title = "the line " if len(lines) == 1 else f"these lines, as recipe auto has them:{_BREAK}"
+        return title + f",{_BREAK}".join(_line(*each) for each in lines.items())
 
     def of_regex(self, pattern: str, unmatched: Collection[str]) -> tuple[str, str] | None:
-        """How ``pattern``, which as a glob matches nothing, was meant, and the lines that say so; None: no other way."""
+        """What an idle ``pattern`` would match if read otherwise, and lines for that; None: nothing either."""
         how, meant = _meant(pattern, self._names)
         wanted = [name for name in meant if name in unmatched] or meant
         if not wanted:
@@ -79,20 +85,24 @@ class Mends:
             return f"no line {broad!r}"
         return self._in_place(broad, self._merged(dict.fromkeys(rest, self._table[broad]), rest))
 
-    def elsewhere(self, name: str, axes: Iterable[str], error: UserError) -> str:
-        """The line of ``name`` with ``axes`` on other dimensions or none; of a tied one those of all its names."""
-        tied = [other for other, p in self._names.items() if p is self._names[name]]
-        patterns = list(dict.fromkeys(p for other in tied for p in self._table if matches(p, other)))
-        layout = next(self._table[p] for p in self._table if matches(p, name))
+    def elsewhere(self, names: Collection[str], axes: Sequence[str], error: UserError) -> str:
+        """The lines of ``names``, and of those tied to them, with ``axes`` on other dimensions, or with fewer axes."""
+        same = {id(self._names[name]) for name in names}
+        lines = {}
+        for other in (name for name, parameter in self._names.items() if id(parameter) in same):
+            lines |= {pattern: line for pattern, line in self._table.items() if matches(pattern, other)}
         good, further = [], []
-        for changed in _changes(layout, list(axes), self._names[name].dim()):
-            refusal = self._refusal(self._with_lines(dict.fromkeys(patterns, changed)), self._devices)
-            text = " with ".join(_line(pattern, changed) for pattern in patterns)
+        for change in _changes(axes, min(self._names[name].dim() for name in names)):
+            changed = {pattern: change(line) for pattern, line in lines.items()}
+            if changed == lines:
+                continue
+            refusal = self._refusal(self._with_lines(changed), self._devices)
+            text = " with ".join(_line(*each) for each in changed.items())
             if refusal is None:
                 good.append(text)
             elif (refusal.asked, refusal.found) != (error.asked, error.found):
                 further.append(text)
-        return ", or ".join((good or further)[:_OFFERED])
+        return ", or ".join((good or further)[:_LINES])
 
     @property
     def _table(self) -> dict[str, Layout]:
@@ -118,7 +128,7 @@ class Mends:
     def _merged(self, layouts: Mapping[str, Layout], wanted: Collection[str]) -> dict[str, Layout]:
         """``layouts`` of the parameters ``wanted`` by few patterns, which match no other parameter."""
         others = {collapse(name) for name in self._names if name not in wanted}
-        lines: dict[str, object] = {other: None for other in others}  # None: not to be matched
+        lines: dict[str, object] = dict.fromkeys(others)  # None: not to be matched
         layout_of = {}
         for name in wanted:
             kind = name if collapse(name) in others else collapse(name)
@@ -145,14 +155,12 @@ def _line(pattern: str, layout: Layout) -> str:
     return f'"{pattern}": {layout_source(layout)}'
 
 
-def _changes(layout: Layout, axes: list[str], rank: int) -> Iterator[Layout]:
-    """``layout`` with ``axes`` on each other dimension, on none, and with fewer of them where they are."""
-    own = {axis: placement.dim for axis, placement in layout.items() if isinstance(placement, Shard)}
+def _changes(axes: Sequence[str], rank: int) -> Iterator[Callable[[Layout], Layout]]:
+    """Changes of a layout: ``axes`` on each dimension, without the last or another of them, without any."""
     for dim in reversed(range(rank)):
-        if any(own.get(axis) != dim for axis in axes):
-            yield {axis: Shard(dim) if axis in axes else placement for axis, placement in layout.items()}
-    for left_out in [*([axis] for axis in reversed(axes)), *([axes] if len(axes) > 1 else [])]:
-        yield {axis: placement for axis, placement in layout.items() if axis not in left_out}
+        yield lambda line, dim=dim: {a: Shard(dim) if a in axes else placement for a, placement in line.items()}
+    for out in [*([axis] for axis in reversed(axes)), list(axes)]:
+        yield lambda line, out=out: {a: placement for a, placement in line.items() if a not in out}
 
 
 def _meant(pattern: str, names: Iterable[str]) -> tuple[str, list[str]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardwright.errors import UserError, did_you_mean
+from shardwright.errors import UserError, a_type, did_you_mean
 from shardwright.layout.mesh import SEQUENCE, Mesh, check_axis
 from shardwright.layout.placement import Placement, Replicate, Shard
 
@@ -89,7 +89,7 @@ class Compute:
             if not isinstance(value := getattr(self, name), bool):
                 raise UserError(
                     asked=f"Compute({name}={value!r})",
-                    found=f"a {type(value).__name__}",
+                    found=f"{a_type(value)}",
                     why="it is either on or off",
                     instead=f"{name}=True or {name}=False",
                 )
@@ -124,7 +124,9 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_kind("mesh", self.mesh, Mesh, "Mesh(fsdp=-1)")
         _check_kind("compute", self.compute, Compute, 'Compute(dtype="float32")')
-        _check_kind("batch", self.batch, tuple, 'batch=("fsdp",): one name in brackets needs the comma')
+        axes = [self.batch] if isinstance(self.batch, str) else list(self.mesh.axes)[:1]
+        said = f"batch=({', '.join(map(json.dumps, axes))},)"
+        _check_kind("batch", self.batch, tuple, f"{said}: one name in brackets needs the comma")
         for axis in self.batch:
             check_axis(axis, self.mesh.axes, f"batch={self.batch}")
         if len(set(self.batch)) < len(self.batch):
@@ -252,15 +254,20 @@ def layout_source(layout: Layout) -> str:
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
     if not isinstance(value, kind):
-        found, why = f"a {type(value).__name__}", f"{what} is a {kind.__name__}"
+        found, why = f"{a_type(value)}", f"{what} is a {kind.__name__}"
         raise UserError(asked=f"{what}={value!r}", found=found, why=why, instead=instead)
 
 
 def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> None:
     """Raises UserError unless ``layout`` places tensors along axes of ``mesh``; ``where``: the line, for messages."""
     _check_kind(f"{where}: the pattern", pattern, str, '"model.layers.*.mlp.gate.weight"')
-    _check_kind(f"{where}: the layout", layout, Mapping, '{"fsdp": Shard(0)}, or {} to replicate')
-    assert isinstance(layout, Mapping)  # checked just above; this tells mypy
+    if not isinstance(layout, Mapping):
+        raise UserError(
+            asked=f"{where}: {layout!r:.80}",
+            found=a_type(layout),
+            why="a layout says on which axes a tensor is split, and which of its dimensions: {axis: Shard(dim)}",
+            instead=f'"{pattern}": {{"{next(iter(mesh.axes))}": Shard(0)}}, or "{pattern}": {{}} to replicate it',
+        )
     for axis, placement in layout.items():
         check_axis(axis, mesh.axes, where)
         counted = not isinstance(placement, Shard) or (type(placement.dim) is int and placement.dim >= 0)
@@ -269,7 +276,7 @@ def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> No
                 asked=f"{where}: {axis!r}: {placement!r}",
                 found=("a negative dimension" if type(placement.dim) is int else f"dimension {placement.dim!r}")
                 if isinstance(placement, Shard)
-                else f"a {type(placement).__name__}",
+                else f"{a_type(placement)}",
                 why="a placement is Shard(dim), counted from 0 at the front, or Replicate()",
-                instead=f'"{axis}": Shard(0)',
+                instead=f'"{axis}": Shard({placement if type(placement) is int and placement >= 0 else 0})',
             )

@@ -17,7 +17,9 @@ def recipe_source(made: AutoRecipe, docstring: str) -> str:
     for pattern, layout in recipe.parameters.items():
         notes = [found[pattern] for found in (made.notes, made.undivided) if pattern in found]
         table += _entry(pattern, layout, notes)
-    pinned = ", ".join(f"{json.dumps(pattern)}: {layout_source(layout)}" for pattern, layout in recipe.activations.items())
+    pinned = ", ".join(
+        f"{json.dumps(pattern)}: {layout_source(layout)}" for pattern, layout in recipe.activations.items()
+    )
     body = [
         "recipe = Recipe(",
         f"    mesh={recipe.mesh},",

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import datasets
 from datasets import Dataset, IterableDataset
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 
 SUFFIXES = {
     "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
@@ -94,7 +94,7 @@ def locate(dataset: AnyDataset) -> Place:
     Raises UserError if there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
     if isinstance(dataset, Dataset | IterableDataset):
-        return HeldRecords(f"a {type(dataset).__name__}", _unformatted(dataset))
+        return HeldRecords(f"{a_type(dataset)}", _unformatted(dataset))
     if dataset is None:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)

@@ -20,6 +20,7 @@ from shardwright.data.records.record_sources import (
 )
 from shardwright.data.records.shapes import check_text, recognise, recognise_splits
 from shardwright.data.records.unreadable import Unread
+from shardwright.errors import a_type
 from shardwright.objectives.objective import RecordShape, text_shape
 from shardwright.objectives.sft import SHAPES
 
@@ -78,7 +79,7 @@ def _text_of(row: Any, shape: RecordShape, typed: bool) -> str | None:
         raise Unreadable(f"no column {shape.required[0]}")
     text = shape.document(row, typed)
     if not isinstance(text, str | None):
-        raise Unreadable(f"column {shape.required[0]}: a {type(text).__name__}, not text")
+        raise Unreadable(f"column {shape.required[0]}: {a_type(text)}, not text")
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
