@@ -59,6 +59,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
+def nearest_beside(path: str) -> str:
+    """``did you mean 'x'? `` with what lies beside ``path`` under the nearest name; empty where none is near."""
+    folder, name = os.path.split(path)
+    try:
+        there = sorted(os.listdir(os.path.expanduser(folder) or "."))
+    except (OSError, ValueError):  # no such folder
+        return ""
+    stems = {Path(each).stem: each for each in there if each != name}
+    near = difflib.get_close_matches(Path(name).stem, stems, n=1, cutoff=0.6)
+    return f"did you mean {os.path.join(folder, stems[near[0]])!r}? " if near else ""
+
+
+def fault(error: Exception) -> str:
+    """A file's error in words: that it is not there, or the type and message."""
+    return "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+
+
 def a_type(value: object) -> str:
     """The name of a value's type with its article: ``an int``, ``a str``."""
     name = type(value).__name__

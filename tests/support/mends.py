@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from shardwright.errors import UserError
 
 _LINE = re.compile(r'"([^"{}\n]+)": (\{[^{}]*\})')
+_OPTION = re.compile(r"(no )?--(\w+)(?: ('[^']*'|(?!--|(?:and|for|in|lists|or|that|to|which|with)\b)[^\s;]+))?")
 _CHOICES = 3  # that are tried of a list
 
 
@@ -72,49 +73,55 @@ def _applied(text: str, asked: Request, error: UserError) -> Iterator[tuple[str,
     elif match := re.match(r"recipe = .*", text):
         yield match[0], replace(asked, source=f"{source}\n{match[0]}\n")
     elif text.startswith(("--", "no --")):
-        yield _options(text, asked)
+        barred = re.findall(r"--(\w+)[^\n]*: not to be had", error.found)
+        yield _options(text, asked.without(*barred))
     elif match := re.match(r"(\w+)=(\([^()]*\)|[\w.\"'-]+)", text):
         yield match[0], _argument(asked, *match.groups())
 
 
 def _options(text: str, asked: Request) -> tuple[str, Request]:
-    """``--name value --name`` are given, ``no --name`` is taken away."""
+    """``--name value --name`` are given, ``no --name`` is taken away; ``--name with …`` is prose."""
     found, said = asked, []
-    for match in re.finditer(
-        r"(no )?--(\w+)(?: ((?!--|and |with |in |for )'[^']*'|(?!--|and |with |or |which )[^\s;]+))?", text
-    ):
-        value = None if match[3] is None else match[3].strip("'").rstrip(",")
+    for match in _OPTION.finditer(text):
+        if match[3] is None and text[match.end() :].startswith(" with "):
+            continue
+        value = True if match[3] is None else match[3].strip("'").rstrip(",")
         found = found.without(match[2]) if match[1] else found.with_options(**{match[2]: value})
         said.append(match[0].rstrip(","))
-        if match[3] is not None and match[3].endswith(","):  # what follows is prose
-            break
     return " ".join(said), found
 
 
 def _argument(asked: Request, name: str, value: str) -> Request:
-    if asked.source and name in ("batch", "mesh", "parameters") and f"{name}=" not in asked.source:
-        return replace(asked, source=asked.source.replace("Recipe(\n", f"Recipe(\n    {name}={value},\n", 1))
     if re.search(rf"\b{name}=", asked.source):
         changed = re.sub(rf"\b{name}=(\([^()]*\)|[\w.\"'-]+)", f"{name}={value}", asked.source)
         return replace(asked, source=changed)
-    return asked.with_options(**{name: value.strip("\"'")})
+    if asked.source:
+        return replace(asked, source=asked.source.replace("Recipe(\n", f"Recipe(\n    {name}={value},\n", 1))
+    value = value.strip("\"'")
+    others = [other for other, given in (asked.options or {}).items() if given == value]  # what it was given as
+    return asked.without(*others).with_options(**{name: value})
 
 
 def _word(asked: Request, error: UserError, word: str, wrong: str | None) -> Request:
-    """``word`` in place of the last one in quotes of the message that stands in the request, or that --asked gives."""
+    """``word`` in place of the wrong one: in the file the last in the message's quotes, else an option it names."""
     told = [wrong] if wrong else re.findall(r"'([^'\n]+)'", f"{error.found}\n{error.asked}")[::-1]
     for each in told:
         quoted = [f'"{each}"', f"'{each}'"]
-        for old in (*quoted, each):
-            if old in asked.source:
-                new = word if word in ("None", "auto") and old in quoted else old.replace(each, word)
-                return replace(asked, source=asked.source.replace(old, new))
-    for name, value in (asked.options or {}).items():
-        for each in [str(value), *told]:
-            if value is not None and each in str(value) and re.search(rf"--{name}\b|{re.escape(each)}", error.asked):
-                return asked.with_options(**{name: str(value).replace(each, word)})
-        if f"--{name}" in error.found and word.startswith("--"):
-            return asked.without(name).with_options(**{word[2:]: value})
+        for old in (old for old in (*quoted, each) if old in asked.source):
+            new = word if word == "None" and old in quoted else old.replace(each, word)
+            return replace(asked, source=asked.source.replace(old, new))
+    options = asked.options or {}
+    for name, value in options.items():
+        if f"no option --{name};" in error.found:
+            return asked.without(name).with_options(**{word.removeprefix("--"): value})
+    named = [name for name in options if re.search(rf"--{name}\b", error.asked)]
+    holding = [name for name, value in options.items() if str(value) in (*told, *error.asked.split())]
+    for name in (*named, *holding):
+        old = next((each for each in told if each in str(options[name])), str(options[name]))
+        return asked.with_options(**{name: str(options[name]).replace(old, word)})
+    for name, value in options.items():  # a part of an option's value, as in --compute remat=most
+        if old := next((each for each in told if each in str(value)), ""):
+            return asked.with_options(**{name: str(value).replace(old, word)})
     return asked
 
 

@@ -20,6 +20,14 @@ from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS, kind_of
 from shardwright.arguments.run_file import HELP, OPTION, with_files
 from shardwright.errors import command
 
+# argparse's own words → plainer ones (semi-private: CPython's Lib/argparse.py, Python 3.11 to 3.13)
+_PLAINER = (
+    (r"argument (--\w+)(?:/--[\w-]+)*: ", r"\1: "),
+    (r"invalid int value: ('.*')", r"\1 is no whole number, such as 10"),
+    (r"invalid float value: ('.*')", r"\1 is no number, such as 0.1 or 2e-5"),
+    (r"expected one argument", "a value is missing behind it"),
+)
+
 
 class Parser(argparse.ArgumentParser):
     """The argparse parser of a script; unknown or shortened options end the command with exit code 2."""
@@ -57,6 +65,12 @@ class Parser(argparse.ArgumentParser):
         else:
             text = lines[0] + (" --help lists them" if refused[0].kind == NO_OPTION else "")
         self.exit(2, f"{self.prog}: error: {text}\n")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with what is wrong, without the usage, whose hundred options would hide it."""
+        for pattern, words in _PLAINER:
+            message = re.sub(pattern, words, message)
+        self.exit(2, f"{self.prog}: error: {message}; --help lists what it takes\n")
 
     @property
     def _of_run(self) -> bool:

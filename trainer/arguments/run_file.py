@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from shardwright.arguments.known_flags.flag_words import text_of
-from shardwright.errors import UserError, a_type
+from shardwright.errors import UserError, a_type, fault, nearest_beside
 
 RUN_FILE = "run.yaml"
 OPTION = "--config"
@@ -68,7 +68,7 @@ def read_options(path: str) -> dict[str, Any]:
         text = _read(path).decode()
         found = json.loads(text) if path.endswith(".json") else yaml.load(text, _Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _refused(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise _refused(path, " ".join(fault(error).split())) from None
     if not isinstance(found, Mapping):
         raise _refused(path, f"{a_type(found)}")
     if other := [name for name in found if not isinstance(name, str)]:
@@ -94,7 +94,7 @@ def _refused(path: str, found: str) -> UserError:
         asked=f"{OPTION} {path}",
         found=found,
         why="it is a YAML or JSON file of options by their names: `learning_rate: 2e-5`",
-        instead=f"the {RUN_FILE} of an output folder, or one that `shardwright port` wrote",
+        instead=f"{nearest_beside(path)}the {RUN_FILE} of an output folder, or one that `shardwright port` wrote",
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import UserError, a_type, did_you_mean
+from shardwright.errors import UserError, a_type, did_you_mean, nearest_beside
 from shardwright.layout.recipe import Compute, Recipe
 
 _FACE = ("Compute", "Mesh", "Recipe", "Replicate", "Shard")  # the words that a recipe is written in
@@ -48,8 +48,7 @@ def load_recipe(name_or_path: str) -> Recipe:
             asked=f"recipe file {name_or_path}",
             found=f"no file {path.resolve()}",
             why="a recipe that ends in .py is read from that path",
-            instead=f"{did_you_mean(name_or_path, _files_beside(name_or_path))}a path that exists; or one of: auto, "
-            + ", ".join(shipped),
+            instead=f"{nearest_beside(name_or_path)}a path that exists; or one of: auto, " + ", ".join(shipped),
         )
     variables = _run_file(path)
     recipe = variables.get("recipe")

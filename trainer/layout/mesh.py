@@ -67,6 +67,11 @@ class Mesh:
         slices = {axis: factor for axis, factor in self.dcn.items() if factor != 1}
         return f"Mesh({', '.join(parts + ([f'dcn={slices}'] if slices else []))})"
 
+    @property
+    def option(self) -> str:
+        """The option of a command that gives a recipe these ICI factors."""
+        return "--mesh " + ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+
     def ici_sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis within one slice, in order, with -1 resolved; UserError if ``devices`` don't fit."""
         fixed = math.prod(size for size in self.axes.values() if size != -1) * math.prod(self.dcn.values())
@@ -76,7 +81,9 @@ class Mesh:
                 asked=f"{self} on {devices} devices",
                 found=f"its sizes multiply to {fixed}{' × what is left' if has_rest else ''}",
                 why="every device has exactly one place in the mesh",
-                instead=" or ".join(map(str, self.fitting(devices)[:_OFFERED] or [self._that_fits(devices)]))
+                instead=", or ".join(
+                    [mesh.option for mesh in self.fitting(devices)[:_OFFERED]] or [f"{self._that_fits(devices)}"]
+                )
                 + ("" if has_rest else f", or {fixed} devices"),
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}

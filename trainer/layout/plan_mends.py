@@ -12,7 +12,6 @@ from itertools import islice
 from torch import nn
 
 from shardwright.errors import UserError
-from shardwright.layout.mesh import Mesh
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan_checks import collapse
@@ -48,8 +47,7 @@ class Mends:
             for mesh in islice(fits, _TRIED)
             if self._refusal(replace(self._recipe, mesh=mesh), self._devices) is None
         )
-        offered = ["--mesh " + _sizes(mesh) for mesh in islice(good, _OFFERED)]
-        return ", or ".join(offered)
+        return ", or ".join(mesh.option for mesh in islice(good, _OFFERED))
 
     def count(self, devices: int) -> str:
         """``, or N devices``, if the recipe as it is has a plan on so many; else nothing."""
@@ -145,10 +143,6 @@ class Mends:
     def _in_place(self, pattern: str, lines: Mapping[str, Layout]) -> str:
         shown = f",{_BREAK}".join(_line(*each) for each in lines.items())
         return f"in place of {pattern!r}:{_BREAK if len(lines) > 1 else ' '}{shown}"
-
-
-def _sizes(mesh: Mesh) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh.axes.items())
 
 
 def _line(pattern: str, layout: Layout) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -20,6 +21,16 @@ _CHOICES = {
     "attention": ("shardwright", "eager", "sdpa"),
     "remat": ("none", "full", "save_matmuls", "offload", "auto"),  # or a share
     "reduce_gradients": ("step", "micro_batch"),
+}
+_EXAMPLES = {  # of a compute policy's values
+    "dtype": "bfloat16",
+    "experts": "dropless",
+    "capacity_factor": 1.25,
+    "router_loss": True,
+    "remat": "full",
+    "attention": "shardwright",
+    "scan": True,
+    "reduce_gradients": "step",
 }
 _TABLES = ("parameters", "optional", "activations")  # of a recipe
 _NOW = {"portable": "shardwright"}  # values of older recipes
@@ -221,11 +232,13 @@ class Recipe:
         for part in text.split(","):
             name, equals, value = (word.strip() for word in part.partition("="))
             if not equals or name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                meant = near[0] if near else "remat"
                 raise UserError(
                     asked=f"compute {text!r}",
                     found=f"{part.strip()!r}",
-                    why="each part is one of the compute policy's names and a value",
-                    instead=did_you_mean(name, names) + "one of " + ", ".join(f"{n}=…" for n in names),
+                    why="each part is one of the compute policy's names and a value: " + ", ".join(names),
+                    instead=f"--compute {meant}={value if near and value else _EXAMPLES[meant]}",
                 )
             try:
                 changes[name] = ast.literal_eval(value)

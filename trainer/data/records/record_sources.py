@@ -11,7 +11,7 @@ from typing import TypeAlias
 import datasets
 from datasets import Dataset, IterableDataset
 
-from shardwright.errors import UserError, a_type
+from shardwright.errors import UserError, a_type, nearest_beside
 
 SUFFIXES = {
     "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
@@ -88,8 +88,8 @@ Place = Files | HubDataset | HeldRecords
 AnyDataset: TypeAlias = str | Dataset | IterableDataset | None  # as `--dataset` and `Trainer` take it
 
 
-def locate(dataset: AnyDataset) -> Place:
-    """The place that ``--dataset`` names; None is the standard library. Nothing is read.
+def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
+    """The place that ``--dataset``, or another ``option``, names; None is the standard library. Nothing is read.
 
     Raises UserError if there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
@@ -98,7 +98,7 @@ def locate(dataset: AnyDataset) -> Place:
     if dataset is None:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
-    asked, path = f"--dataset {dataset}", Path(os.path.expanduser(dataset))
+    asked, path = f"--{option} {dataset}", Path(os.path.expanduser(dataset))
     if os.path.exists(path):  # Path.exists would raise for a name that is too long
         return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
@@ -106,8 +106,8 @@ def locate(dataset: AnyDataset) -> Place:
             asked=asked,
             found=f"no such file or folder: {path.absolute()}",
             why="it looks like a path, and nothing lies there",
-            instead="the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id: "
-            "roneneldan/TinyStories",
+            instead=f"{nearest_beside(dataset)}the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder, "
+            "or a hub id: roneneldan/TinyStories",
         )
     place, _, configuration = dataset.partition(":")
     name, _, revision = place.partition("@")
