@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--train_mtp", action="store_true", help="as scripts/train.py --train_mtp")
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
+    parser.takes_run_file()
     arguments = parser.parse_args()
 
     from shardwright.layout.auto import UNMADE, auto_recipe

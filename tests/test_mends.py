@@ -193,6 +193,7 @@ COMMANDS: dict[str, tuple[dict[str, object], str]] = {
     "a tokenizer that is not there": ({"tokenizer": "./absent"}, "no folder ./absent"),
     "a dataset misspelt": ({"dataset": "chat.jsonl"}, "no such file or folder"),
     "a held-out set misspelt": ({"eval_dataset": "pair.jsonl"}, "--eval_dataset pair.jsonl"),
+    "a weight for one dataset of two": ({"dataset": "chats.jsonl:0.7,text"}, "without a weight: text"),
     "a folder of two kinds": ({"dataset": "mixed"}, "files of several kinds"),
     "an empty file": ({"dataset": "empty.txt"}, "an empty file"),
     "columns of no known name": ({"dataset": "questions.jsonl"}, "the columns question (string), answer (string)"),

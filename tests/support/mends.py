@@ -40,7 +40,7 @@ def mended(asked: Request, error: UserError) -> dict[str, Request]:
 
 def _alternatives(instead: str) -> Iterator[str]:
     """The parts of an `instead`, of which one is to be taken."""
-    for part in re.split(r"(?<=\?) |, or |; or | or (?=[\w\"-]+[=:]|--|Mesh|an? |no )|; ", instead):
+    for part in re.split(r"(?<=\?) |, or\s+|; or\s+| or (?=[\w\"-]+[=:]|--|Mesh|an? |no )|; ", instead):
         if part.strip():
             yield part.strip()
 

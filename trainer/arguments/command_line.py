@@ -36,6 +36,12 @@ class Parser(argparse.ArgumentParser):
         self, description: str | None, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **more: Any
     ) -> None:
         super().__init__(description=description, formatter_class=formatter_class, allow_abbrev=False, **more)
+        self._takes_run_file = False
+
+    def takes_run_file(self) -> None:
+        """Add the option ``--config``: a run's options, of which this command takes those that it has."""
+        self.add_argument(OPTION, metavar="FILE", help=HELP)
+        self._takes_run_file = True
 
     def format_help(self) -> str:
         """The help, with commands as the user starts them."""
@@ -44,9 +50,15 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Look for unknown options first, since argparse would first complain of missing ones; then parse.
 
+        With an option ``--config`` (:meth:`takes_run_file`) the file's options come first, those of this command alone.
         Other trainers' options are taken where they mean one of ours, or nothing (:mod:`known_flags`).
         """
-        words, found = in_ours(sys.argv[1:] if args is None else list(args), self._known, of_run=self._of_run)
+        words = sys.argv[1:] if args is None else list(args)
+        if self._takes_run_file:
+            # semi-private: CPython's Lib/argparse.py, Python 3.11 to 3.13
+            taken = {name.lstrip("-"): action.nargs != 0 for name, action in self._option_string_actions.items()}
+            words = with_files(words, taken)
+        words, found = in_ours(words, self._known, of_run=self._of_run)
         if found.refused:
             self.refuse(found.refused)
         for note in found.notes:

@@ -98,10 +98,11 @@ def _refused(path: str, found: str) -> UserError:
     )
 
 
-def with_files(words: Sequence[str]) -> list[str]:
+def with_files(words: Sequence[str], known: Mapping[str, bool] | None = None) -> list[str]:
     """The words of a command with the options of its ``--config`` files in their place, before all others.
 
-    Raises UserError for a file that can't be read.
+    ``known``: the names of the command's options → whether they take a value; a file's other options are left out.
+    None: all are taken, with their values. Raises UserError for a file that can't be read.
     """
     made: list[str] = []
     rest: list[str] = []
@@ -115,7 +116,11 @@ def with_files(words: Sequence[str]) -> list[str]:
             rest.append(each)
             continue
         path = path if equals else next(left, "")
-        made += words_of(read_options(path))
+        options = read_options(path)
+        if known is not None:
+            made += [f"--{name}" for name, value in options.items() if known.get(name) is False and value is True]
+            options = {name: value for name, value in options.items() if known.get(name)}
+        made += words_of(options)
     return [*made, *rest]
 
 

@@ -277,7 +277,7 @@ def _resolved(
         if mends is None or not (offered := mends.mesh()):
             raise
         fixed = math.prod(recipe.mesh.axes.values()) * math.prod(recipe.mesh.dcn.values())  # negative: one is -1
-        raise error.with_instead(offered + (mends.count(fixed) if fixed > 0 else "")) from None
+        raise error.with_instead(", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
     names, aliases = _names_of(model)
     pattern_of = plan_checks.match_lines(recipe, names, mends)
     table = {**recipe.parameters, **recipe.optional}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Shards = Mapping[str, Shard]  # a layout's axes that split a dimension, in mesh order
 
+_ALONE = ": a scalar only replicates"
+
 
 def collapse(name: str) -> str:
     """A parameter's name with ``*`` for layer and expert numbers, as in a recipe."""
@@ -95,15 +97,11 @@ def check_dimensions(
     for name, parameter in names.items():
         rank = parameter.dim()
         for axis, dim in ((axis, shard.dim) for axis, shard in layouts[name].items() if shard.dim >= rank):
-            error = UserError(
+            raise UserError(
                 asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({dim})",
                 found=f"it has shape {list(parameter.shape)}",
                 why=f"dimension {dim} is out of range: they are counted from 0",
-                instead="",
-            )
-            raise error.with_instead(
-                (mends.elsewhere([name], [axis], error) if mends else "")
-                + ("" if rank else ": a scalar only replicates")
+                instead=(mends.elsewhere([name], [axis]) if mends else "") + _ALONE * (not rank),
             )
 
 
@@ -128,15 +126,15 @@ def check_divisible(
         return
     name, (dim, axes) = next(iter(bad.items()))
     shape = tuple(names[name].shape)
-    error = UserError(
+    alike = [other for other, found in bad.items() if found == bad[name]]
+    smaller = (mends.mesh() or mends.fewer()) if mends else ""
+    offers = [smaller, mends.elsewhere(alike, axes, 1 if smaller else 2)] if mends else []
+    raise UserError(
         asked=f"recipe {recipe.name}: dimension {dim} of {name} over {' × '.join(f'{a}={mesh[a]}' for a in axes)}",
         found=_listing({other: f"of shape {list(names[other].shape)}" for other in bad}),
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
-        instead="",
+        instead="; or\n           ".join(filter(None, offers)),
     )
-    alike = [other for other, found in bad.items() if found == bad[name]]
-    offers = [mends.mesh(), mends.elsewhere(alike, axes, error)] if mends else []
-    raise error.with_instead("; or ".join(filter(None, offers)))
 
 
 def check_activations(recipe: Recipe, model: nn.Module) -> None:

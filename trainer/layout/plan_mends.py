@@ -50,8 +50,13 @@ class Mends:
         return ", or ".join(mesh.option for mesh in islice(good, _OFFERED))
 
     def count(self, devices: int) -> str:
-        """``, or N devices``, if the recipe as it is has a plan on so many; else nothing."""
-        return f", or {devices} devices" if self._refusal(self._recipe, devices) is None else ""
+        """``N devices``, if the recipe as it is has a plan on so many; else nothing."""
+        return f"{devices} devices" if devices > 0 and self._refusal(self._recipe, devices) is None else ""
+
+    def fewer(self) -> str:
+        """The most devices below these on which the recipe as it is has a plan; empty if there are none."""
+        counts = range(self._devices - 1, max(0, self._devices - 1 - _TRIED), -1)
+        return next(filter(None, map(self.count, counts)), "")
 
     def missing(self, unmatched: Collection[str], unused: Collection[str]) -> str:
         """Lines for the parameters ``unmatched``, or the spelling that a line of ``unused`` may have meant."""
@@ -83,24 +88,25 @@ class Mends:
             return f"no line {broad!r}"
         return self._in_place(broad, self._merged(dict.fromkeys(rest, self._table[broad]), rest))
 
-    def elsewhere(self, names: Collection[str], axes: Sequence[str], error: UserError) -> str:
+    def elsewhere(self, names: Collection[str], axes: Sequence[str], most: int = _LINES) -> str:
         """The lines of ``names``, and of those tied to them, with ``axes`` on other dimensions, or with fewer axes."""
         same = {id(self._names[name]) for name in names}
         lines = {}
         for other in (name for name, parameter in self._names.items() if id(parameter) in same):
             lines |= {pattern: line for pattern, line in self._table.items() if matches(pattern, other)}
-        good, further = [], []
+        good, further, seen = [], [], [lines]
         for change in _changes(axes, min(self._names[name].dim() for name in names)):
             changed = {pattern: change(line) for pattern, line in lines.items()}
-            if changed == lines:
+            if changed in seen:
                 continue
+            seen.append(changed)
             refusal = self._refusal(self._with_lines(changed), self._devices)
-            text = " with ".join(_line(*each) for each in changed.items())
+            text = f",{_BREAK}".join(_line(*each) for each in changed.items())
             if refusal is None:
                 good.append(text)
-            elif (refusal.asked, refusal.found) != (error.asked, error.found):
+            elif not any(name in refusal.asked for name in names):
                 further.append(text)
-        return ", or ".join((good or further)[:_LINES])
+        return (f", or{_BREAK}" if len(lines) > 1 else ", or ").join((good or further)[:most])
 
     @property
     def _table(self) -> dict[str, Layout]:
