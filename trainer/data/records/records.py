@@ -39,7 +39,7 @@ def find_shape(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES) -> Re
     if isinstance(where, Files):
         return shape_of_files(where, reads)
     splits, _ = open_records(where)
-    train, *_ = pick_splits(splits, where.asked)
+    train, *_ = pick_splits(splits, where.asked, where.split)
     return recognise(columns_of(where, splits[train]), where.asked, reads)
 
 
@@ -52,7 +52,7 @@ def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
         check_text(where.asked, reads)
         return text_shape()
     splits = where.by_split()
-    columns = (_columns_of_files(where, splits[name]) for name in pick_splits(splits, where.asked))
+    columns = (_columns_of_files(where, splits[name]) for name in pick_splits(splits, where.asked, where.split))
     return recognise_splits(columns, where.asked, reads)
 
 
@@ -95,6 +95,7 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
         builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
         # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
         identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
+        identity += f"#{where.split}" if where.split else ""
         return builder.as_streaming_dataset(), identity
     except Exception as error:  # of many types: offline, not found, malformed, …
         raise unreadable(where, error) from error
