@@ -18,13 +18,13 @@ NAMED = {"train_sft": 12, "test_sft": 3, "train_gen": 5, "test_gen": 2}  # of ul
 def write_splits(folder: Path) -> str:
     for name, count in NAMED.items():
         path = folder / "data" / f"{name}-00000-of-00001.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(count)))
     return str(folder)
 
 
 def test_a_split_is_named_behind_the_dataset_and_what_is_held_out_follows(tmp_path: Path) -> None:
-    folder = write_splits(tmp_path)
+    folder = write_splits(tmp_path / "dataset")
     documents = find_documents(f"{folder}#train_sft")
     read = documents.read(tmp_path / "scratch")
     assert {name: len(split) for name, split in read.items()} == {"train": 12, "heldout": 3}

@@ -26,7 +26,7 @@ def test_an_axis_has_ici_times_dcn_devices():
         (Mesh(fsdp=2, expert=3), 8, "--mesh fsdp=2,expert=4"),
         (Mesh(fsdp=-1, expert=3), 8, "--mesh fsdp=-1,expert=4, or --mesh fsdp=-1,expert=2"),
         (Mesh(data=1, fsdp=-1, tensor=4, dcn={"data": 4}), 8, "--mesh data=1,fsdp=-1,tensor=2"),
-        (Mesh(data=1, fsdp=2, dcn={"data": 4}), 6, "Mesh(data=1, fsdp=3, dcn={'data': 2})"),
+        (Mesh(data=1, fsdp=2, dcn={"data": 4}), 6, "Mesh(data=3, fsdp=1, dcn={'data': 2})"),
         (Mesh(fsdp=4), 0, "Mesh(fsdp=1)"),
     ],
 )

@@ -142,7 +142,8 @@ def test_a_long_list_of_unmatched_parameters_names_each():
     with torch.device("meta"):
         model = nn.ParameterDict({f"p_{i}": nn.Parameter(torch.zeros(1)) for i in range(30)})
     error = refused({"p_0": {}}, model)
-    assert error.found.count("p_") == error.instead.count("p_") == 29
+    assert error.found.count("p_") == 29
+    assert error.instead.endswith('"p_[123456789]": {},\n           "p_[12][0123456789]": {}')
 
 
 def test_a_line_that_matches_nothing_is_refused_unless_optional():
@@ -185,7 +186,7 @@ def test_a_dimension_that_its_axes_do_not_divide_names_what_would():
     assert error.instead.startswith(offered)  # the tied one with it
     bias = refused({**TABLE, "embed.weight": {}, "head.weight": {}}, mesh=Mesh(fsdp=2, tensor=16), devices=32)
     assert bias.asked.startswith("recipe small: dimension 0 of layers.0.up.weight over tensor=16")
-    assert bias.instead.startswith("--mesh fsdp=4,tensor=8, or --mesh fsdp=8,tensor=4; or ")
+    assert bias.instead.startswith("--mesh fsdp=4,tensor=8, or --mesh fsdp=8,tensor=4; or\n")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,13 @@ class Mesh:
             Mesh(dcn=self.dcn, **{**self.axes, **dict(zip(fixed, sizes, strict=True))})
             for sizes in _factors(devices // slices, len(fixed), exact=len(fixed) == len(self.axes))
         ]
-        return sorted(made, key=lambda mesh: sum(abs(math.log(mesh.axes[a] / size)) for a, size in fixed.items()))
+
+        def distance(mesh: Mesh) -> tuple[float, list[float]]:
+            """How far the sizes are from these; of two as far the one that keeps the innermost axes."""
+            each = [round(abs(math.log(mesh.axes[axis] / size)), 9) for axis, size in fixed.items()]
+            return round(sum(each), 9), each[::-1]
+
+        return sorted(made, key=distance)
 
     def _that_fits(self, devices: int) -> Mesh:
         """A mesh of the same axes for ``devices`` devices where no DCN factors of these divide them."""
