@@ -1,7 +1,8 @@
 """Errors mend: what a message says to write instead is applied, and leads on.
 
 Each table's row is one mistake of a first recipe or a first command. Every line, option and word of its message's
-`instead` is applied to what was asked, each by itself, and must get further: to the end, or to another error.
+`instead` is applied to what was asked, each by itself, and must get further: to the end, or to another error. The table
+of what was tried, and how far it led, is printed: `pytest -rP tests/test_mends.py | grep MEND`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ QKV = '"model.layers.*.self_attn.[qkv]_proj.weight": {"fsdp"'
 HEAD = GOOD[GOOD.index('"lm_head.weight"') : GOOD.index('"vocab_size"')]
 LINES = GOOD[GOOD.index("    parameters={") : GOOD.index("    optional={")]
 
-# mistake → (what stands in a good recipe, what was written, words of the message, the mends that must be offered, the
-# devices). `then`: words of the error that the first mend leads to; without, it leads to a plan.
+# mistake → (what stands in a good recipe, what was written, words of the message, the devices)
 RECIPES: dict[str, tuple[str, str, str, int]] = {
     "an axis misspelt": ('o_proj.weight": {"fsdp"', 'o_proj.weight": {"fdsp"', "the mesh has fsdp, expert", 8),
     "an axis that is not there": ('o_proj.weight": {"fsdp"', 'o_proj.weight": {"tp"', "the mesh has fsdp, expert", 8),
