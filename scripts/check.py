@@ -19,13 +19,20 @@ LORA_R = 16
 
 def parser() -> Parser:
     found = Parser(__doc__)
-    found.add_argument("model", metavar="ID_OR_FOLDER", help="a hub id, a folder, a GGUF file, or a config.json alone")
+    what = "a hub id, a folder, a GGUF file, or a config.json alone"
+    found.add_argument("model", metavar="ID_OR_FOLDER", nargs="?", help=what)
+    found.add_argument("--model", dest="named", metavar="ID_OR_FOLDER", help="the same, as scripts/train.py takes it")
     found.add_argument("--no_slices", action="store_true", help="leave out the smallest slices, which take a minute")
+    found.takes_run_file()
     return found
 
 
 def main() -> None:
-    arguments = parser().parse_args()
+    command_line = parser()
+    arguments = command_line.parse_args()
+    arguments.model = arguments.model or arguments.named
+    if arguments.model is None:
+        command_line.error("no model; name one, or a run's file with --config")
     import transformers
     from rich.table import Table
 

@@ -35,6 +35,7 @@ def parser() -> Parser:
     add("--merge", action="store_true", help="of an adapter and its model make a plain model")
     add("--adapter_format", choices=["peft", "per_expert"], help=formats)
     add("--format", choices=["bf16", "fp32", "fp8", "mxfp4", "int4", "same"], help=written)
+    found.takes_run_file()
     return found
 
 

@@ -51,6 +51,7 @@ def main() -> None:
     for name, kind in _RUN.items():
         of_run.add_argument(f"--{name}", type=kind, metavar=METAVARS[kind], help=in_brief(texts[name]))
     of_run.add_argument("--train_mtp", action="store_true", help=in_brief(texts["train_mtp"]))
+    parser.takes_run_file()
     arguments = parser.parse_args()
 
     from shardwright.files.asked_file import write_asked

@@ -53,7 +53,7 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "no such recipe file": ({"recipe": "absent.py"}, "found:   no file"),
     "a recipe that fails": ({"recipe": "fails.py"}, "ZeroDivisionError"),
     "axes that the mesh lacks": ({"mesh": "data=8"}, "axis 'data' is not one of them"),
-    "a compute policy that is none": ({"compute": "remat=most"}, "not a remat of this trainer"),
+    "a compute policy that is none": ({"compute": "remat=most"}, "no value of remat"),
     "no such model": ({"model": "./absent"}, "no file"),
     "a model without a causal-LM head": ({"model": "t5.json"}, "without a causal-LM head"),
     "sizes that no model has": ({"model": "odd.json"}, "transformers cannot build a model"),

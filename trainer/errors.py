@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
 BUG = 70  # sysexits' EX_SOFTWARE: an error that nobody foresaw, and that comes again with the same command
@@ -43,6 +44,10 @@ class UserError(Exception):
         """The lines that IPython draws in place of a traceback (IPython/core/interactiveshell.py)."""
         return f"error: {self}".splitlines()
 
+    def with_instead(self, instead: str) -> Self:
+        """This error with another ``instead``."""
+        return type(self)(asked=self.asked, found=self.found, why=self.why, instead=instead)
+
 
 class TransientError(UserError):
     """A store, a disk or a host failed, and may soon work again: with ``--max_restarts`` the run begins again."""
@@ -56,6 +61,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` with the nearest of ``known``, to be put before a list; empty where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def nearest_beside(path: str) -> str:
+    """``did you mean 'x'? `` with what lies beside ``path`` under the nearest name; empty where none is near."""
+    folder, name = os.path.split(path)
+    try:
+        there = sorted(os.listdir(os.path.expanduser(folder) or "."))
+    except (OSError, ValueError):  # no such folder
+        return ""
+    stems = {Path(each).stem: each for each in there if each != name}
+    near = difflib.get_close_matches(Path(name).stem, stems, n=1, cutoff=0.6)
+    return f"did you mean {os.path.join(folder, stems[near[0]])!r}? " if near else ""
+
+
+def fault(error: Exception) -> str:
+    """A file's error in words: that it is not there, or the type and message."""
+    return "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+
+
+def a_type(value: object) -> str:
+    """The name of a value's type with its article: ``an int``, ``a str``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def command(name: str) -> str:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.samples.collator import Collator, collated
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
@@ -56,10 +56,10 @@ class RunInputs:
         ]
         if wrong:
             raise UserError(
-                asked=f"model=a {type(self.model).__name__}",
+                asked=f"model={a_type(self.model)}",
                 found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
                 why=f"its weights are placed by the names of {type(whole).__name__}, which its config makes",
-                instead=f"a {type(whole).__name__}, as transformers loads one, before anything is added to it",
+                instead=f"{a_type(whole)}, as transformers loads one, before anything is added to it",
             )
         return state_dict_weights(state)
 
@@ -108,21 +108,21 @@ def resolve(
     found = RunInputs(**given)
     if found.model is not None and args.train_mtp:
         raise UserError(
-            asked=f"model=a {type(found.model).__name__}, and train_mtp",
+            asked=f"model={a_type(found.model)}, and train_mtp",
             found="a model of transformers, which leaves MTP layers out",
             why="there would be no values for them",
             instead="model= as the hub id or folder of a checkpoint that has them",
         )
     if found.model is not None and args.from_scratch:
         raise UserError(
-            asked=f"model=a {type(found.model).__name__}, and from_scratch",
+            asked=f"model={a_type(found.model)}, and from_scratch",
             found="a model that has weights",
             why="the run starts from either these or random ones",
             instead="model=model.config, for random ones",
         )
     if found.model is not None and found.tokenizer is None and args.tokenizer is None:
         raise UserError(
-            asked=f"model=a {type(found.model).__name__}, without a tokenizer",
+            asked=f"model={a_type(found.model)}, without a tokenizer",
             found="neither processing_class= nor --tokenizer",
             why="its weights know the tokens of their own tokenizer alone",
             instead="processing_class=AutoTokenizer.from_pretrained(…); or model= as a hub id or folder, with its own",
@@ -142,7 +142,7 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
         elsewhere = next((f"{n} is on {p.device}" for n, p in model.named_parameters() if p.device.type != "cpu"), None)
         if elsewhere is not None:
             raise UserError(
-                asked=f"model=a {type(model).__name__}",
+                asked=f"model={a_type(model)}",
                 found=elsewhere,
                 why="its weights are read on the host and placed by the recipe",
                 instead="model.cpu(); or its hub id or folder, of which the host never holds more than a parameter",
@@ -204,7 +204,7 @@ def check_records(what: str, records: Any) -> None:
     """Refuse ``records`` of the argument ``what`` that are no dataset."""
     if isinstance(records, Mapping):
         raise UserError(
-            asked=f"{what}=a {type(records).__name__} of {', '.join(map(str, records))}",
+            asked=f"{what}={a_type(records)} of {', '.join(map(str, records))}",
             found="several sets in one",
             why="it is one set of records",
             instead=f"{what}=datasets['train']; a dict of named sets is for eval_dataset",

@@ -86,10 +86,16 @@ class Job:
                 found=f"micro-batches of {rows} rows × {length} tokens on {devices} devices",
                 why="every device sorts as many tokens as the next",
                 instead=f"--sequence_length {math.ceil(length / devices) * devices}, "
-                f"or --per_device_train_batch_size {devices // math.gcd(rows * length, devices)} times as large",
+                f"or --per_device_train_batch_size {self._divided_rows}",
             )
         if self.lora is not None:
             lora_options.check_use(self.lora, self.adapted, self.unused[0], self.args)
+
+    @property
+    def _divided_rows(self) -> int:
+        """The least multiple of ``--per_device_train_batch_size`` whose tokens the devices divide."""
+        tokens, devices = self.micro_batch_rows * self.args.sequence_length, self.devices
+        return self.args.per_device_train_batch_size * (devices // math.gcd(tokens, devices))
 
     @property
     def config(self) -> PretrainedConfig:

@@ -324,7 +324,7 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
     """``job``, keeping samples apart in rows of several; refused if the model can't. Reads no more than columns."""
     args = job.args
     for evaluated in (given.evaluated or args.eval_sets).values():
-        locate(evaluated)
+        locate(evaluated, "eval_dataset")
     dataset = args.dataset if given.train is None else given.train
     shapes = shapes_of(dataset, args.reads)
     if len(shapes) > 1 and args.entry.reference:

@@ -91,9 +91,9 @@ def test_several_dataclasses_share_one_command_line():
         (["--text-colum", "x"], "no option --text-colum; did you mean '--text-column'? --help lists them"),
         (["--compile_onl"], "no option --compile_onl; did you mean '--compile_only'? --help lists them"),
         (["--zzz"], "no option --zzz; --help lists them"),
-        (["stray"], "no option stray; --help lists them"),
-        (["--steps=--"], "argument --steps: '--' is no value"),
-        (["--text_column=--"], "argument --text_column: '--' is no value"),
+        (["stray"], "'stray' stands behind no option; --help lists them"),
+        (["--steps=--"], "error: --steps: '--' is no value"),
+        (["--text_column=--"], "error: --text_column: '--' is no value"),
         (["--text_colum=two words"], "no option --text_colum; did you mean '--text_column'? --help lists them"),
     ],
 )

@@ -31,8 +31,8 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     "trl_dpo.sh": (17, set(), {"objective": "dpo", "beta": 0.05, "max_steps": 1000, "optim": "adamw"}),
     "zephyr_sft.sh": (
         38,
-        {"dataset_splits", "push_to_hub"},
-        {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k", "packing": False, "report_to": "tensorboard"},
+        {"push_to_hub"},
+        {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k#train_sft", "packing": False},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
     "axolotl_qlora.yml": (35, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),

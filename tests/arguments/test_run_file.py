@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.arguments.command_line import options_parser, parse
+from shardwright.arguments.command_line import Parser, options_parser, parse
 from shardwright.arguments.option_values import kind_of
 from shardwright.arguments.run_file import dumped, read_options, run_file, with_files, words_of
 from shardwright.arguments.training import Settings, TrainingArguments
@@ -20,6 +20,7 @@ from shardwright.errors import UserError
 from shardwright.hosts.restarts import asked_limit
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.targets import read_request
+from shardwright.scripts import check, export
 
 # values of every kind, and texts that YAML would read as something else
 VALUES: list[Any] = [
@@ -129,7 +130,7 @@ def test_unknown_keys_are_refused_by_the_table_all_at_once(tmp_path: Path, capsy
         ("run.yaml", "a: !!python/object/apply:os.getcwd []", "ConstructorError"),
         ("run.json", "{", "JSONDecodeError"),
         ("run.json", "[" * 100_000, "RecursionError"),
-        ("other.yaml", None, "FileNotFoundError"),
+        ("other.yaml", None, "no such file"),
         ("run.yaml", b"\xff\xfe\x00", "UnicodeDecodeError"),
     ],
 )
@@ -153,3 +154,20 @@ def test_a_launch_gives_the_hosts_the_options_of_a_file_and_no_line_break_in_the
     (tmp_path / "run.yaml").write_text('run_name: "a\\nb"\noutput_dir: gs://bucket/run\n')
     with pytest.raises(UserError, match="a line break"):
         read_request("jobset", options, words)
+
+
+def test_a_command_takes_of_a_runs_file_the_options_that_it_has(tmp_path: Path) -> None:
+    text = "recipe: llama_fsdp\nmodel: tiny.json\nmesh: fsdp=4\noptim: lion\ntrain_mtp: false\nstreaming: true\n"
+    (tmp_path / "run.yaml").write_text(text)
+    parser = Parser("What it does.")
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--mesh")
+    parser.add_argument("--train_mtp", action="store_true")
+    parser.add_argument("--streaming", action="store_true")
+    parser.takes_run_file()
+    found = parser.parse_args(["--config", str(tmp_path / "run.yaml"), "--mesh", "fsdp=8"])
+    assert (found.recipe, found.model, found.mesh) == ("llama_fsdp", "tiny.json", "fsdp=8")
+    assert (found.train_mtp, found.streaming) == (False, True)
+    assert check.parser().parse_args(["--config", str(tmp_path / "run.yaml")]).named == "tiny.json"
+    assert export.parser().parse_args(["--config", str(tmp_path / "run.yaml"), "--checkpoint", "a", "--output", "b"])

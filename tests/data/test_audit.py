@@ -34,7 +34,7 @@ FAULTS: dict[int, tuple[Any, str, str]] = {
     3: ({"messages": []}, "bad row", "column messages: nothing"),
     6: ({"other": 1}, "bad row", "column messages: nothing"),
     9: ({"messages": [USER, {**ANSWER, "content": " "}]}, "bad row", r"message 2 \(assistant\) is empty"),
-    12: ({"messages": [USER, {**ANSWER, "content": 5}]}, "bad row", "is a int, not text"),
+    12: ({"messages": [USER, {**ANSWER, "content": 5}]}, "bad row", "is an int, not text"),
     15: ({"messages": [USER]}, "unscored", "of 10 tokens"),
     18: ({"messages": [USER, {"role": "critic", "content": "no"}, ANSWER]}, "unknown role", "'critic'"),
     21: ({"messages": [{**USER, "content": "w " * 400}, ANSWER]}, "unscored", "of .* tokens, once it was cut"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,28 @@ def test_a_mixture_is_told_from_paths_and_from_configurations(tmp_path: Path) ->
 def test_a_mixture_that_can_not_be_is_refused(dataset: str, found: str) -> None:
     with pytest.raises(UserError, match=found):
         sources_of(dataset)
+
+
+def test_a_mixture_with_some_weights_offers_one_for_each() -> None:
+    with pytest.raises(UserError) as refused:
+        sources_of("a.jsonl,b.jsonl:1")
+    assert refused.value.instead == "--dataset b.jsonl:1,a.jsonl:0.5"
+
+
+def test_without_weights_each_dataset_is_taken_once_in_an_epoch_and_streams_need_some(tmp_path: Path) -> None:
+    both = [write_jsonl(tmp_path / "texts.jsonl", TEXTS[:120]), write_records(tmp_path / "chats.jsonl", chats(30, 10))]
+    options = DataOptions(",".join(map(str, both)), sequence_length=256, isolate_documents=True, heldout_fraction=0.2)
+    corpus = load_corpus(options, TOKENIZER, 300, tmp_path / "cache")
+    assert isinstance(corpus.train, MixedRows)
+    counts = [len(rows.dataset) for rows in corpus.train.sources]
+    assert corpus.train.shares == shares(counts)
+    assert corpus.train.rows == pytest.approx(sum(counts), rel=0.02)
+    assert sum("taken 1.0" in note for note in corpus.notes) == 2
+    with pytest.raises(UserError, match=r"(?s)without|no weights.*:1,.*:1; or no --streaming"):
+        load_corpus(replace(options, streaming=True), TOKENIZER, 300, tmp_path / "cache")
+    assert [source.share for source in audit(options, TOKENIZER).sources if not source.heldout] == pytest.approx(
+        [count / sum(counts) for count in counts], abs=0.02
+    )
 
 
 def test_shares_are_the_nearest_thousandths() -> None:

@@ -104,7 +104,7 @@ def test_a_mask_that_is_none_is_refused_by_name(masks: dict[str, Any], words: st
         ({"messages": CHAT, "images": ["cat.png"]}, "column images: a list for the model to see"),
         ({"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}, "column chat_template_kwargs: tokenize"),
         ({"messages": CHAT, "chat_template_kwargs": "no JSON"}, "column chat_template_kwargs: a str, not an object"),
-        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "column system: a int, not text"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "column system: an int, not text"),
         (
             {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
             "column system: another text than its",

@@ -227,10 +227,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"message 2 \(assistant\) is empty",
     ),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is no text"),
-    "a number": ({"messages": [{"role": "user", "content": 7}]}, "a int, not text"),
+    "a number": ({"messages": [{"role": "user", "content": 7}]}, "an int, not text"),
     "no completion": ({"prompt": "one", "completion": None}, "completion: nothing"),
     "a string and messages": ({"prompt": "one", "completion": CHAT[1:2]}, "completion: messages behind a prompt"),
-    "an instruction that is none": ({"instruction": "Add.", "output": 2}, "output: a int, not text"),
+    "an instruction that is none": ({"instruction": "Add.", "output": 2}, "output: an int, not text"),
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "labels: 1 labels of 2 tokens"),
     "tokens too high": ({"input_ids": [1, 20000]}, "input_ids: token 20000, and the tokenizer has"),
 }

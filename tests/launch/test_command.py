@@ -142,7 +142,7 @@ def test_no_option_becomes_a_line_of_its_own_in_any_target_s_files(target, tmp_p
     [
         ([*JOBSET, "--topolog", "x", *TRAIN], "no option --topolog; did you mean '--topology'?"),
         ([*JOBSET, *TRAIN, "--learning_rat", "1"], "no option --learning_rat; did you mean '--learning_rate'?"),
-        ([*JOBSET, "stray", *TRAIN], "no option stray"),
+        ([*JOBSET, "stray", *TRAIN], "'stray' stands behind no option"),
     ],
 )
 def test_a_misspelt_option_on_either_side_ends_the_command_with_the_nearest(words, message, capsys):

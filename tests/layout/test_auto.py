@@ -229,7 +229,7 @@ def test_experts_that_their_axis_does_not_divide_are_not_spread_over_it():
     ("kind", "mesh", "message"),
     [
         ("llama", "fsdp=2,expert=4", "a model without experts"),
-        ("llama", "fsdp=2,tesor=4", "did you mean 'tensor'"),
+        ("llama", "fsdp=2,tesor=4", "--mesh fsdp=2,tensor=4"),
         ("llama", "fsdp=2,tensor", "each of them needs one whole number"),
         ("llama", "fsdp=3,tensor=4", "its sizes multiply to 12"),
         ("llama", "", "an axis ''"),

@@ -64,7 +64,7 @@ def test_a_recipe_of_ones_own_loads_by_path_and_is_named_after_its_file(tmp_path
 def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():
     with pytest.raises(UserError) as error:
         load_recipe("mixtral_pe")
-    assert error.value.instead == f"did you mean 'mixtral_ep'? one of: {', '.join(SHIPPED)}"
+    assert error.value.instead == f"did you mean 'mixtral_ep'? one of: auto, {', '.join(SHIPPED)}"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_path_without_a_file_is_refused(tmp_path):
         ({"parameters": {"w": {"fsdp": 0}}}, r'"fsdp": Shard\(0\)'),
         ({"parameters": {"w": {"fsdp": Partial()}}}, r"Shard\(dim\), counted from 0 at the front, or Replicate"),
         ({"parameters": {"w": {"fsdp": Shard(-1)}}}, "a negative dimension"),
-        ({"parameters": {"w": Shard(0)}}, "the layout is a Mapping"),
+        ({"parameters": {"w": Shard(0)}}, "a layout says on which axes"),
         ({"parameters": [("w", {})]}, "parameters is a Mapping"),
         ({"optional": {"w": {}}}, "in parameters and in optional"),
         ({"activations": {"m": {"tensor": Shard(0)}}}, "axis 'tensor'"),
@@ -217,11 +217,21 @@ def test_any_recipe_takes_an_axis_of_copies_outermost_and_beside_one_that_splits
     assert both.parameters == {"w": {"fsdp": Shard(0), "sequence": Shard(0)}}
 
 
-@pytest.mark.parametrize("text", ["fsdp=2", "fsdp=2,expert=4,inner=1", "fsdp=2,experts=4", "fsdp=two,expert=4", "",
-                                  "fsdp=2,expert=4,fsdp=1", "fsdp=2,expert=²"])  # fmt: skip
-def test_another_mesh_with_other_axes_is_refused_with_an_example(text):
-    with pytest.raises(UserError, match="fsdp=-1,expert=4"):
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("fsdp=2", "fsdp=2,expert=4"),
+        ("fsdp=2,experts=8", "fsdp=2,expert=8"),
+        ("fsdp=two,expert=4", "fsdp=-1,expert=4"),
+        ("", "fsdp=-1,expert=4"),
+        ("fsdp=2,expert=4,fsdp=1", "fsdp=1,expert=4"),
+        ("fsdp=2,expert=²", "fsdp=-1,expert=4"),
+    ],
+)
+def test_another_mesh_with_other_axes_is_refused_with_what_was_meant(text, meant):
+    with pytest.raises(UserError) as refused:
         recipe().with_mesh(text)
+    assert refused.value.instead == f"--mesh {meant}"
 
 
 def test_the_effective_recipe_reads_back_from_json():

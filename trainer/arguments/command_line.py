@@ -21,6 +21,14 @@ from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS, kind_of
 from shardwright.arguments.run_file import HELP, OPTION, with_files
 from shardwright.errors import command, did_you_mean
 
+# argparse's own words → plainer ones (semi-private: CPython's Lib/argparse.py, Python 3.11 to 3.13)
+_PLAINER = (
+    (r"argument (--\w+)(?:/--[\w-]+)*: ", r"\1: "),
+    (r"invalid int value: ('.*')", r"\1 is no whole number, such as 10"),
+    (r"invalid float value: ('.*')", r"\1 is no number, such as 0.1 or 2e-5"),
+    (r"expected one argument", "a value is missing behind it"),
+)
+
 
 class Parser(argparse.ArgumentParser):
     """The argparse parser of a script; unknown or shortened options end the command with exit code 2."""
@@ -29,6 +37,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False, **more)
         self.option_groups: dict[str, Any] = {}  # name → argparse's group
         self.common = set[str]()  # destinations of the options that the short help shows
+        self._takes_run_file = False
+
+    def takes_run_file(self) -> None:
+        """Add the option ``--config``: a run's options, of which this command takes those that it has."""
+        self.add_argument(OPTION, metavar="FILE", help=HELP)
+        self._takes_run_file = True
 
     def format_help(self) -> str:
         """The help, with commands as the user starts them."""
@@ -79,9 +93,15 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Look for unknown options first, since argparse would first complain of missing ones; then parse.
 
+        With an option ``--config`` (:meth:`takes_run_file`) the file's options come first, those of this command alone.
         Other trainers' options are taken where they mean one of ours, or nothing (:mod:`known_flags`).
         """
-        words, found = in_ours(sys.argv[1:] if args is None else list(args), self._known, of_run=self._of_run)
+        words = sys.argv[1:] if args is None else list(args)
+        if self._takes_run_file:
+            # semi-private: CPython's Lib/argparse.py, Python 3.11 to 3.13
+            taken = {name.lstrip("-"): action.nargs != 0 for name, action in self._option_string_actions.items()}
+            words = with_files(words, taken)
+        words, found = in_ours(words, self._known, of_run=self._of_run)
         if found.refused:
             self.refuse(found.refused)
         for note in found.notes:
@@ -100,6 +120,12 @@ class Parser(argparse.ArgumentParser):
         else:
             text = lines[0] + (" --help lists them" if refused[0].kind == NO_OPTION else "")
         self.exit(2, f"{self.prog}: error: {text}\n")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with what is wrong, without the usage, whose hundred options would hide it."""
+        for pattern, words in _PLAINER:
+            message = re.sub(pattern, words, message)
+        self.exit(2, f"{self.prog}: error: {message}; --help lists what it takes\n")
 
     @property
     def _of_run(self) -> bool:

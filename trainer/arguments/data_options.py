@@ -18,9 +18,9 @@ class DataArguments(Checked):
 
     dataset: str | None = option(
         None,
-        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit); or "
-        "several, each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the "
-        "source of Python's standard library.",
+        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit), with "
+        "#split if that is not `train`; or several, mixed by their sizes (a.jsonl,b.jsonl) or each with its "
+        "share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the source of Python's standard library.",
         common=True,
     )
     text_column: str | None = option(

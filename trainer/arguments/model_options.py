@@ -78,7 +78,8 @@ class ModelArguments(Checked):
                 asked=f"--revision {self.revision}",
                 found=f"--model {self.model}" if self.model else "no --model",
                 why="it is a branch, a tag or a commit of a repository on the hub, and a model has one",
-                instead=f"--model id@{self.revision}, or no --revision",
+                instead="no --revision"
+                + (f", or --model {name}@{self.revision}" if own else "; or with it a --model that is on the hub"),
             )
         self.model, self.revision = f"{name}@{self.revision}", None
 

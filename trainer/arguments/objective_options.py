@@ -1,5 +1,6 @@
 """Options of the objective, and the numbers and words that some objectives have (:mod:`shardwright.objectives`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class ObjectiveChoice(Checked):
         self.check_path("teacher")
         if self.teacher is not None and self.entry.teacher is None:
             other = next(known for known, entry in OBJECTIVES.items() if entry.teacher)
-            raise self._beside(f"--teacher {self.teacher}", "it learns from its records alone", "teacher", other)
+            raise self._beside(f"--teacher {self.teacher}", "it learns from its records alone", "teacher", [other])
         for name, options in _OWN.items():
             value, own = getattr(self, name), self.entry.options.get(name)
             if isinstance(own, Choice):
@@ -95,12 +96,12 @@ class ObjectiveChoice(Checked):
                 setattr(self, name, value)
                 self.check(name, own.fits(value), own.why, own.default)
             elif value != _default(options):
-                other = next(known for known, entry in OBJECTIVES.items() if name in entry.options)
+                others = [known for known, entry in OBJECTIVES.items() if name in entry.options]
                 kind = "number" if isinstance(options[0], Number) else "choice"
-                raise self._beside(f"--{name} {value}", f"its loss has no such {kind}", name, other)
+                raise self._beside(f"--{name} {value}", f"its loss has no such {kind}", name, others)
 
-    def _beside(self, asked: str, why: str, name: str, other: str) -> UserError:
-        instead = f"no --{name}, or --objective {other}"
+    def _beside(self, asked: str, why: str, name: str, others: Sequence[str]) -> UserError:
+        instead = f"no --{name}" + "".join(f", or --objective {other}" for other in others)
         return UserError(asked=asked, found=f"--objective {self.objective}", why=why, instead=instead)
 
     def _check_words(self, name: str, choice: Choice) -> None:

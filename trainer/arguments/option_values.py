@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from shardwright.errors import UserError, did_you_mean
+from shardwright.errors import UserError, a_type, did_you_mean
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # float32's
 # argparse's words of truth, as transformers' HfArgumentParser reads them
@@ -44,9 +44,9 @@ def check_values(arguments: Any) -> None:
             *_, needed, example = _KINDS[kind]
             raise UserError(
                 asked=f"--{name} {value!r:.80}",
-                found=f"a {type(value).__name__}, where {needed} is needed{f': {error}' if str(error) else ''}",
+                found=f"{a_type(value)}, where {needed} is needed{f': {error}' if str(error) else ''}",
                 why="a run can't be made of it",
-                instead=f"--{name} {example}",
+                instead=f"--{name} {_meant(kind, value, each.default, example)}",
             ) from error
 
 
@@ -72,6 +72,19 @@ def _read(kind: type, value: Any) -> Any:
     if kind is str:
         made.encode()  # UnicodeEncodeError, a ValueError: bytes of a command line that are no UTF-8
     return made
+
+
+def _meant(kind: type, value: object, default: object, example: str) -> str:
+    """The value that ``value`` spells, as ``10`` in quotes does; else the default, or an example."""
+    word = str(value).strip().lower()
+    if kind is bool and word in TRUE_WORDS | FALSE_WORDS:
+        return str(word in TRUE_WORDS).lower()
+    try:
+        if kind in (int, float) and isinstance(value, str):
+            return f"{_read(kind, kind(value.strip()))} (in Python and in a file without quotes)"
+    except (TypeError, ValueError):
+        pass
+    return example if default is None or default == "" else f"{default}, the default"
 
 
 class Checked:

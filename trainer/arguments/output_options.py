@@ -150,19 +150,27 @@ class OutputArguments(Checked):
             return
         steps_meet = self.save_strategy != "steps" or not self.save_steps % self.eval_steps
         if self.eval_strategy == "no":
-            found, instead = f"--eval_strategy {self.eval_strategy}", "--eval_strategy steps with --eval_steps N"
+            found, instead = f"--eval_strategy {self.eval_strategy}", self._evaluated_when_saved
         elif self.save_strategy == "best" or (self.save_strategy == self.eval_strategy and steps_meet):
             return
         elif self.eval_strategy == "epoch":
             found = f"--save_strategy {self.save_strategy}, evaluated after each epoch"
-            instead = "--save_strategy epoch, or best"
+            instead = "--save_strategy epoch, or --save_strategy best"
         else:
             every = f"every {self.save_steps} steps, evaluated every {self.eval_steps}"
             found = f"--save_strategy {self.save_strategy}, {every}"
-            instead = "--save_strategy best, or --save_steps that --eval_steps divides"
+            multiple = -(-self.save_steps // self.eval_steps) * self.eval_steps
+            instead = f"--save_strategy best, or --save_steps {multiple}"
         asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
         why = "the best weights are those of a step evaluated and saved"
         raise UserError(asked=asked, found=found, why=why, instead=instead)
+
+    @property
+    def _evaluated_when_saved(self) -> str:
+        if self.save_strategy == "epoch":
+            return "--eval_strategy epoch"
+        every = f" --eval_steps {self.save_steps}" if self.save_strategy == "steps" else ""
+        return f"--eval_strategy steps{every}"
 
     @property
     def best_metric(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from shardwright.arguments.known_flags.flag_words import text_of
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type, fault, nearest_beside
 
 RUN_FILE = "run.yaml"
 OPTION = "--config"
@@ -68,9 +68,9 @@ def read_options(path: str) -> dict[str, Any]:
         text = _read(path).decode()
         found = json.loads(text) if path.endswith(".json") else yaml.load(text, _Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise _refused(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise _refused(path, " ".join(fault(error).split())) from None
     if not isinstance(found, Mapping):
-        raise _refused(path, f"a {type(found).__name__}")
+        raise _refused(path, f"{a_type(found)}")
     if other := [name for name in found if not isinstance(name, str)]:
         raise _refused(path, f"{other[0]!r}, a name that is no text")
     return {name.lstrip("-").replace("-", "_"): value for name, value in found.items() if value is not None}
@@ -94,14 +94,15 @@ def _refused(path: str, found: str) -> UserError:
         asked=f"{OPTION} {path}",
         found=found,
         why="it is a YAML or JSON file of options by their names: `learning_rate: 2e-5`",
-        instead=f"the {RUN_FILE} of an output folder, or one that `shardwright port` wrote",
+        instead=f"{nearest_beside(path)}the {RUN_FILE} of an output folder, or one that `shardwright port` wrote",
     )
 
 
-def with_files(words: Sequence[str]) -> list[str]:
+def with_files(words: Sequence[str], known: Mapping[str, bool] | None = None) -> list[str]:
     """The words of a command with the options of its ``--config`` files in their place, before all others.
 
-    Raises UserError for a file that can't be read.
+    ``known``: the names of the command's options → whether they take a value; a file's other options are left out.
+    None: all are taken, with their values. Raises UserError for a file that can't be read.
     """
     made: list[str] = []
     rest: list[str] = []
@@ -115,7 +116,11 @@ def with_files(words: Sequence[str]) -> list[str]:
             rest.append(each)
             continue
         path = path if equals else next(left, "")
-        made += words_of(read_options(path))
+        options = read_options(path)
+        if known is not None:
+            made += [f"--{name}" for name, value in options.items() if known.get(name) is False and value is True]
+            options = {name: value for name, value in options.items() if known.get(name)}
+        made += words_of(options)
     return [*made, *rest]
 
 

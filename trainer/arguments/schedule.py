@@ -1,6 +1,7 @@
 """The learning rate of each step, by transformers' schedulers, on the host."""
 
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ KINDS = [
 ]
 # the arguments that `Schedule` passes by itself
 _GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+
+_EXAMPLES = {"min_lr_rate": 0.1, "num_decay_steps": 10, "num_cycles": 1, "power": 2.0, "timescale": 1000}
 
 
 class Schedule:
@@ -91,9 +94,14 @@ class Schedule:
 
     def _refusal(self, found: str) -> UserError:
         names = ", ".join(f"{name} (needed)" if needed else name for name, needed in self._known.items())
+        needed = [name for name, needed in self._known.items() if needed]
+        first = [name for name in _EXAMPLES if name in self._known][:1]
+        shown = {name: _EXAMPLES.get(name, 1) for name in needed or first}
         return UserError(
             asked=self._asked,
             found=found,
             why="this scheduler of transformers gives no learning rates with that",
-            instead=f"--lr_scheduler_kwargs '{{\"name\": value}}' with what it takes: {names or 'nothing'}",
+            instead=f"--lr_scheduler_kwargs '{json.dumps(shown)}'; it takes {names}"
+            if names
+            else "no --lr_scheduler_kwargs",
         )

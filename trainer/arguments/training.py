@@ -146,7 +146,7 @@ class TrainingArguments(
                 asked=f"--num_train_epochs {epochs:g} of --streaming",
                 found="a stream, whose length shows where it ends",
                 why="the learning rate falls with the steps, so their number must be known before the first",
-                instead="--max_steps N, which may go through the data several times; or no --streaming",
+                instead=f"--max_steps {DEFAULT_STEPS}, which may go through the data several times; or no --streaming",
             )
 
     def _settle_steps(self, steps: int) -> None:
@@ -157,7 +157,8 @@ class TrainingArguments(
             self.schedule(rate)
         if self.profile_steps is not None:
             first, last = self.profiled
-            self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", "2:4")
+            part = f"{min(2, steps)}:{min(4, steps)}"
+            self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", part)
 
     def _read_schedule(self) -> None:
         self.choose("lr_scheduler_type")
@@ -172,7 +173,7 @@ class TrainingArguments(
                 asked=f"--lr_scheduler_kwargs {options!r:.80}",
                 found=f"{self.lr_scheduler_kwargs!r:.200}",
                 why="it is a JSON object: names and values",
-                instead="""--lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
+                instead="""--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
             )
 
     def schedule(self, peak: float) -> Schedule:

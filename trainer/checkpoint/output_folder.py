@@ -28,15 +28,22 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
         found = "a file"
     elif writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
         found = f"a folder that holds {len(entries)} entries"
-        more = ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run"
+        more = ", or --overwrite_output_dir to write into it"
+        more += ", or --resume_from_checkpoint latest to go on with its run"
     if found:
         raise UserError(
             asked=f"--output_dir {folder}",
             found=found,
             why="a run never writes over what another left, unless told to",
-            instead="another --output_dir" + more,
+            instead=f"--output_dir {_free(folder)}{more}",
         )
     return folder
+
+
+def _free(folder: Folder) -> str:
+    """The name of ``folder`` with a number behind it, of a folder that is not there."""
+    names = (f"{folder}-{number}" for number in range(2, 10_000))
+    return next(name for name in names if folder.remote or not os.path.lexists(name))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTr
 from shardwright.checkpoint import format_1, host_state, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, noted, noted_folder, saved_steps
 from shardwright.checkpoint.same_model import differences
-from shardwright.errors import UserError, command
+from shardwright.errors import UserError, a_type, command
 from shardwright.files.arrays import Array
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
@@ -166,7 +166,7 @@ class RunCheckpoint:
         try:
             value = json.loads(data)
             if not isinstance(value, dict):
-                raise ValueError(f"a {type(value).__name__} in the place of a dict")
+                raise ValueError(f"{a_type(value)} in the place of a dict")
             return make(value)
         except Exception as error:  # of many types: values of wrong types fail anywhere
             raise self._unusable(name, error) from error

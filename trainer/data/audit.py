@@ -223,7 +223,7 @@ def audit(
     """
     auditor = _Auditor(options, tokenizer, show, read)
     asked: list[tuple[Any, bool, float]] = [
-        *((source.dataset, False, source.share / BLOCK) for source in sources_of(options.dataset)),
+        *((source.dataset, False, (source.share or 0) / BLOCK) for source in sources_of(options.dataset)),
         *((dataset, True, 1.0) for dataset in options.eval_dataset.values()),
     ]
     for name, heldout, share in asked:
@@ -241,6 +241,10 @@ def audit(
         unreadable = "left out" if options.samples.on_bad_row == "skip" else "unreadable"
         for place, why in stream.unread.places.items():
             auditor.note(unreadable, auditor.prefix + place, why)
+    trained = [source for source in auditor.found.sources if not source.heldout]
+    rows = sum(source.tally["rows"] for source in trained)
+    for source in (source for source in trained if not source.share and rows):  # mixed by their sizes
+        source.share = source.tally["rows"] / rows
     return auditor.found
 
 

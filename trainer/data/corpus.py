@@ -29,7 +29,7 @@ from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import LOOKED_AT
 from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
-from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sources_of
+from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sized, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
@@ -171,7 +171,8 @@ def load_corpus(
     corpora = [
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
     ]
-    train = MixedRows([corpus.train for corpus in corpora], [source.share for source in sources])
+    rows = [corpus.train for corpus in corpora]
+    train = MixedRows(rows, [source.share or 0 for source in sized(sources, rows)])
     held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
     heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])

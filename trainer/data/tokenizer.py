@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file, chat_template_utils
 
-from shardwright.errors import UserError, in_short
+from shardwright.errors import UserError, in_short, nearest_beside
 from shardwright.files.cache import cached, digest
 from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 
@@ -27,6 +28,13 @@ END_OF_TEXT = "<|endoftext|>"
 
 def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id (``id@revision``), a local folder or a GGUF file; raises UserError if there is none."""
+    if name.startswith((".", "~", os.sep)) and not os.path.exists(os.path.expanduser(name)):
+        raise UserError(
+            asked=f"the tokenizer of {name}",
+            found=f"no folder {name}",
+            why="text must be turned into the model's tokens",
+            instead=f"{nearest_beside(name)}--tokenizer with a hub id or a folder that holds tokenizer.json",
+        )
     name = pinned(name, f"the tokenizer of {name}")
     repository, revision = split(name)
     try:

@@ -5,6 +5,7 @@ plan of the model (``tp_plan``) tells the two apart; where it is silent, the fir
 second writes it. Experts are recognised by transformers' interface to them and by the model's ``ep_plan``.
 """
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +15,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwright.errors import UserError, did_you_mean
+from shardwright.errors import UserError
 from shardwright.layout.copies import COPY
 from shardwright.layout.mesh import SEQUENCE, Mesh
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Placement, Shard
 from shardwright.layout.plan_checks import collapse
-from shardwright.layout.recipe import Compute, Recipe
+from shardwright.layout.recipe import Compute, Layout, Recipe
 from shardwright.layout.roles import Role, Roles
+from shardwright.models.experts.expert_families import experts_modules
 
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # a stand-in until there is a model
 AXES = ("data", "fsdp", "inner", "expert", "tensor", SEQUENCE)  # from the one that communicates least
+_SHORT = {"dp": "data", "ep": "expert", "tp": "tensor", "cp": SEQUENCE, "sp": SEQUENCE}  # others' words for these
 _EXPERT_AXIS = 4  # the default size, at most
 _MOST = 256  # devices; beyond, dimensions that divide no further would be left whole
 
@@ -80,6 +83,12 @@ def auto_recipe(
     )
 
 
+def kinds_of(model: PreTrainedModel, sizes: Mapping[str, int]) -> dict[str, Layout]:
+    """Kind of parameter (its name with ``*`` for numbers) → its layout on a mesh of ``sizes``, with any axes."""
+    found = _layouts(model, Roles(model, experts_modules(model)), sizes)
+    return {kind: line.layout for kind, line in found.items()}
+
+
 def layers_list(model: PreTrainedModel) -> str | None:
     """The name of the list of the decoder's layers: its list with the most parameters."""
     decoder = model.get_decoder()
@@ -109,7 +118,7 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
             asked=f"recipe {AUTO}: mesh {text!r}",
             found=f"an axis {unknown!r}",
             why="it has a use for the axes " + ", ".join(AXES),
-            instead=did_you_mean(unknown, AXES) + "fsdp=2,expert=4, say; or a recipe file with axes of your own",
+            instead=f"--mesh {_known(text, unknown)}; or a recipe file with axes of your own",
         )
     axes = replace(UNMADE, mesh=Mesh(dcn=None, **dict.fromkeys(names, 1))).with_mesh(text).mesh.axes
     if axes.get("expert", 1) != 1 and experts is None:
@@ -117,7 +126,7 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
             asked=f"recipe {AUTO}: mesh {text!r}",
             found="a model without experts under transformers' interface to them",
             why="the axis expert is what experts are spread over",
-            instead="fsdp in its place",
+            instead=f"--mesh {_known(text, 'expert')}",
         )
     return Mesh(dcn=None, **({axis: axes[axis] for axis in AXES if axes.get(axis, 1) != 1} or {"fsdp": 1}))
 
@@ -134,6 +143,19 @@ def _with_copies(grid: Mesh, model: PreTrainedModel, roles: Roles, devices: int)
     rest, powers = grid.sizes(devices)["fsdp"], (2**n for n in range(1, devices.bit_length()))
     counts = [count for count in powers if rest % count == 0 and devices // count >= COPY]
     return min([grid, *(Mesh(dcn=None, data=count, **grid.axes) for count in counts)], key=held)
+
+
+def _known(text: str, axis: str) -> str:
+    """The mesh ``text`` with an axis that there is a use for in place of ``axis``: the one that it means, or fsdp."""
+    near = difflib.get_close_matches(axis, [each for each in AXES if each != axis], n=1, cutoff=0.5)
+    meant = _SHORT.get(axis) or ("fsdp" if axis in AXES or not near else near[0])
+    sizes = {name.strip(): size for name, _, size in (part.partition("=") for part in text.split(","))}
+    size = sizes.pop(axis, "-1")
+    if meant not in sizes:
+        sizes[meant] = size
+    elif "-1" not in sizes.values():
+        sizes[meant] = "-1"
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:

@@ -3,16 +3,26 @@
 import ast
 import importlib.resources
 import os
+import re
 import traceback
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import UserError, did_you_mean
-from shardwright.layout.recipe import Recipe
+from shardwright.errors import UserError, a_type, did_you_mean, nearest_beside
+from shardwright.layout.recipe import Compute, Recipe
 
 _FACE = ("Compute", "Mesh", "Recipe", "Replicate", "Shard")  # the words that a recipe is written in
 _OLD = "trainer"  # the package's name before it was shardwright
+_IMPORT = f"from shardwright import {', '.join(_FACE)}"
+_SMALLEST = 'Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={})'  # whose next message has its lines
+# Python's own messages, of Objects/call.c and Python/ceval.c, and what they name
+_UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+_MISSING = re.compile(r"(\w+)\.__init__\(\) missing \d+ required positional arguments?: (.*)")
+_NOT_IMPORTED = re.compile(r"cannot import name '(\w+)' from 'shardwright'")
+_CALLS: dict[str, Any] = {"Recipe": Recipe, "Compute": Compute}
+_ARGUMENTS = {"mesh": "mesh=Mesh(fsdp=-1)", "batch": 'batch=("fsdp",)', "parameters": "parameters={}"}  # of a Recipe
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -23,26 +33,32 @@ def load_recipe(name_or_path: str) -> Recipe:
     shipped = shipped_recipes()
     path = Path(name_or_path) if name_or_path.endswith(".py") else shipped.get(name_or_path)
     if path is None:
+        # TrainingArguments("out"): transformers' first argument by place is output_dir
+        meant = did_you_mean(name_or_path, [*shipped, *_files_beside(name_or_path)]) or (
+            f'output_dir="{name_or_path}" (--output_dir {name_or_path}), if it is the folder to write into; or '
+        )
         raise UserError(
             asked=f"recipe {name_or_path!r}",
             found="no recipe of that name",
             why="a recipe is known by its name in recipes/ or by the path of its .py file",
-            instead=did_you_mean(name_or_path, shipped) + f"one of: {', '.join(shipped)}",
+            instead=f"{meant}one of: auto, {', '.join(shipped)}",
         )
     if not os.path.isfile(path):  # a Path would raise at a name that is too long
         raise UserError(
             asked=f"recipe file {name_or_path}",
             found=f"no file {path.resolve()}",
             why="a recipe that ends in .py is read from that path",
-            instead=f"a path that exists, or one of: {', '.join(shipped)}",
+            instead=f"{nearest_beside(name_or_path)}a path that exists; or one of: auto, " + ", ".join(shipped),
         )
-    recipe = _run_file(path).get("recipe")
+    variables = _run_file(path)
+    recipe = variables.get("recipe")
     if not isinstance(recipe, Recipe):
         raise UserError(
             asked=f"recipe file {path}",
-            found="no variable named recipe" if recipe is None else f"recipe is a {type(recipe).__name__}",
+            found="no variable named recipe" if recipe is None else f"recipe is {a_type(recipe)}",
             why="the file's variable recipe is what gets loaded",
-            instead="recipe = Recipe(mesh=..., batch=..., parameters={...})",
+            instead="recipe = "
+            + next((name for name, value in variables.items() if isinstance(value, Recipe)), _SMALLEST),
         )
     return replace(recipe, name=path.stem)
 
@@ -51,6 +67,15 @@ def shipped_recipes() -> dict[str, Path]:
     """Name → file of each recipe in ``recipes/``."""
     folder = Path(str(importlib.resources.files("shardwright.recipes")))
     return {file.stem: file for file in sorted(folder.glob("[!_]*.py"))}
+
+
+def _files_beside(name: str) -> list[str]:
+    """The paths of Python files in the folder of ``name``, spelt as it is."""
+    folder = os.path.dirname(name)
+    try:
+        return [os.path.join(folder, each) for each in sorted(os.listdir(folder or ".")) if each.endswith(".py")]
+    except (OSError, ValueError):  # no such folder
+        return []
 
 
 def _run_file(path: Path) -> dict[str, Any]:
@@ -73,11 +98,35 @@ def _run_file(path: Path) -> dict[str, Any]:
             raise _renamed(where, f"{error}") from error
         raise UserError(
             asked=where,
-            found=f"{type(error).__name__}: {error}",
+            found=_said(error),
             why="the file must run to its end for its recipe to be read",
-            instead="mend that line; recipes/mixtral_ep.py is a file to compare with",
+            instead=_mend(error, variables) or "mend that line; recipes/mixtral_ep.py is a file to compare with",
         ) from error
     return variables
+
+
+def _said(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    line = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
+    return f"{text}: {line:.80}" if line else text
+
+
+def _mend(error: BaseException, variables: Mapping[str, Any]) -> str:
+    """The word, argument or import that a line of a recipe was meant to have; empty if that can't be told."""
+    if isinstance(error, ModuleNotFoundError):
+        return did_you_mean(str(error.name), ["shardwright"]).strip()
+    if isinstance(error, ImportError) and (found := _NOT_IMPORTED.match(str(error))):
+        return f"{did_you_mean(found[1], _FACE)}{_IMPORT}"
+    if isinstance(error, NameError) and error.name in _FACE:
+        return _IMPORT
+    if isinstance(error, NameError):
+        return did_you_mean(str(error.name), [*_FACE, *variables]).strip()
+    if found := _UNKNOWN.match(str(error)):
+        names = [each.name for each in fields(_CALLS[found[1]])] if found[1] in _CALLS else []
+        return f"{did_you_mean(found[2], names)}one of {', '.join(names)}" if names else ""
+    if found := _MISSING.match(str(error)):
+        return ", ".join(_ARGUMENTS.get(name, f"{name}=…") for name in re.findall(r"'(\w+)'", found[2]))
+    return ""
 
 
 def _check_package(tree: ast.Module, path: Path) -> None:
@@ -102,7 +151,7 @@ def _renamed(where: str, found: str) -> UserError:
         asked=where,
         found=found,
         why=f"the package is imported as shardwright; {_OLD} was its name",
-        instead=f"from shardwright import {', '.join(_FACE)}",
+        instead=_IMPORT,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwright.errors import UserError, did_you_mean
@@ -12,6 +12,7 @@ from shardwright.errors import UserError, did_you_mean
 SEQUENCE = "sequence"
 # the axis along which each device has a copy of the model, and rows of its own
 DATA = "data"
+_OFFERED = 3  # meshes in one message
 
 
 @dataclass(frozen=True, init=False)
@@ -49,14 +50,17 @@ class Mesh:
                     asked=f"mesh axis {axis!r} with a factor of {size!r}",
                     found=f"{self}",
                     why="a factor counts devices, from 1 up; one ICI factor alone may be -1 (what is left)",
-                    instead=f"{axis}=1, or {axis}=-1",
+                    instead=f"{axis}={size}"
+                    if str(size).isdecimal() and str(size) != "0"
+                    else f"{axis}=1, or {axis}=-1",
                 )
-        if sum(size == -1 for size in axes.values()) > 1:
+        if others := [axis for axis, size in axes.items() if size == -1][1:]:
+            meant = {axis: 2 if axis in others else size for axis, size in axes.items()}
             raise UserError(
                 asked=f"{self}",
                 found="-1 on more than one axis",
                 why="only one axis can take what is left",
-                instead="give every axis but one a size",
+                instead=f"every axis but one with a size, such as {Mesh(dcn=dcn, **meant)}",
             )
 
     def __str__(self) -> str:
@@ -64,6 +68,11 @@ class Mesh:
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         slices = {axis: factor for axis, factor in self.dcn.items() if factor != 1}
         return f"Mesh({', '.join(parts + ([f'dcn={slices}'] if slices else []))})"
+
+    @property
+    def option(self) -> str:
+        """The option of a command that gives a recipe these ICI factors."""
+        return "--mesh " + ",".join(f"{axis}={size}" for axis, size in self.axes.items())
 
     def ici_sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis within one slice, in order, with -1 resolved; UserError if ``devices`` don't fit."""
@@ -74,7 +83,10 @@ class Mesh:
                 asked=f"{self} on {devices} devices",
                 found=f"its sizes multiply to {fixed}{' × what is left' if has_rest else ''}",
                 why="every device has exactly one place in the mesh",
-                instead=f"{self._that_fits(devices)}, or {fixed} devices",
+                instead=", or ".join(
+                    [mesh.option for mesh in self.fitting(devices)[:_OFFERED]] or [f"{self._that_fits(devices)}"]
+                )
+                + ("" if has_rest else f", or {fixed} devices"),
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
@@ -89,8 +101,26 @@ class Mesh:
             return self
         return Mesh(dcn={DATA: slices}, **{**self.axes, DATA: size if size == -1 else size // slices})
 
+    def fitting(self, devices: int) -> list[Mesh]:
+        """The meshes of these axes and DCN factors for exactly ``devices`` devices, the nearest first."""
+        slices = math.prod(self.dcn.values())
+        if devices < 1 or devices % slices:
+            return []
+        fixed = {axis: size for axis, size in self.axes.items() if size != -1}
+        made = [
+            Mesh(dcn=self.dcn, **{**self.axes, **dict(zip(fixed, sizes, strict=True))})
+            for sizes in _factors(devices // slices, len(fixed), exact=len(fixed) == len(self.axes))
+        ]
+
+        def distance(mesh: Mesh) -> tuple[float, list[float]]:
+            """How far the sizes are from these; of two as far the one that keeps the innermost axes."""
+            each = [round(abs(math.log(mesh.axes[axis] / size)), 9) for axis, size in fixed.items()]
+            return round(sum(each), 9), each[::-1]
+
+        return sorted(made, key=distance)
+
     def _that_fits(self, devices: int) -> Mesh:
-        """The nearest mesh of the same axes for exactly ``devices`` devices."""
+        """A mesh of the same axes for ``devices`` devices where no DCN factors of these divide them."""
         left, dcn, ici = max(devices, 1), {}, {}
         for axis, factor in self.dcn.items():
             dcn[axis] = math.gcd(factor, left)
@@ -107,6 +137,16 @@ def in_copies(sizes: Mapping[str, int], axis: str, copies: int) -> dict[str, int
     return {DATA: copies, **sizes, axis: sizes[axis] // copies}
 
 
+def _factors(number: int, count: int, exact: bool) -> Iterator[tuple[int, ...]]:
+    """Each way to write ``number``, or a divisor of it unless ``exact``, as a product of ``count`` factors."""
+    if count == 0:
+        if number == 1 or not exact:
+            yield ()
+        return
+    for first in (n for n in range(1, number + 1) if number % n == 0):
+        yield from ((first, *others) for others in _factors(number // first, count - 1, exact))
+
+
 def check_axis(axis: str, known: Iterable[str], where: str) -> None:
     """Raises UserError unless ``axis`` is one of ``known``; ``where``: the place that names it, for messages."""
     if axis not in known:
@@ -114,5 +154,5 @@ def check_axis(axis: str, known: Iterable[str], where: str) -> None:
             asked=f"{where}: axis {axis!r}",
             found=f"the mesh has {', '.join(known)}",
             why="a tensor can only be placed along an axis of the mesh",
-            instead=did_you_mean(str(axis), known) + "name one of the mesh's axes, or add this one to Mesh(...)",
+            instead=f"{did_you_mean(str(axis), known)}one of {', '.join(known)}; or this one added to Mesh(...)",
         )

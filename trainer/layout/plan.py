@@ -16,6 +16,7 @@ from shardwright.layout import plan_checks
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec, partition_spec, shards_of
 from shardwright.layout.placement import Shard
+from shardwright.layout.plan_mends import Mends
 from shardwright.layout.recipe import Layout, Recipe, layout_text
 from shardwright.layout.stacking import is_stacked, layer_names, numbers_of
 from shardwright.models.adapters.packings.registry import Packing, Weight
@@ -250,6 +251,44 @@ def _check_alike(prefix: str, layers: Mapping[str, Mapping[str, ParameterPlan]],
         )
 
 
+def _names_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each name → parameter, and each other name of a tied one → its first."""
+    names: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    return names, {name: canonical[id(p)] for name, p in names.items() if canonical[id(p)] != name}
+
+
+def _refusal(recipe: Recipe, model: nn.Module, devices: int) -> UserError | None:
+    """The error with which the recipe has no plan, if it has none."""
+    try:
+        _resolved(recipe, model, devices, None)
+    except UserError as error:
+        return error
+    return None
+
+
+def _resolved(
+    recipe: Recipe, model: nn.Module, devices: int, mends: Mends | None
+) -> tuple[dict[str, int], dict[str, str], dict[str, dict[str, Shard]]]:
+    """The sizes of the mesh, and each parameter's line and layout; raises as `make_plan`, with what ``mends`` offer."""
+    try:
+        mesh = recipe.mesh.sizes(devices)
+    except UserError as error:
+        if mends is None or not (offered := mends.mesh()):
+            raise
+        fixed = math.prod(recipe.mesh.axes.values()) * math.prod(recipe.mesh.dcn.values())  # negative: one is -1
+        raise error.with_instead(", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
+    names, aliases = _names_of(model)
+    pattern_of = plan_checks.match_lines(recipe, names, mends)
+    table = {**recipe.parameters, **recipe.optional}
+    layouts = {name: shards_of(table[pattern], mesh) for name, pattern in pattern_of.items()}
+    plan_checks.check_tied(recipe, aliases, layouts)
+    plan_checks.check_dimensions(recipe, names, layouts, mends)
+    plan_checks.check_divisible(recipe, names, layouts, mesh, mends)
+    plan_checks.check_activations(recipe, model)
+    return mesh, pattern_of, layouts
+
+
 def make_plan(
     recipe: Recipe,
     model: nn.Module,
@@ -269,17 +308,9 @@ def make_plan(
         UserError: the mesh does not fit the devices; a parameter matches no line, or two; a line matches nothing; a
             dimension is out of range or not divisible; the names of a tied parameter have different layouts.
     """
-    mesh = recipe.mesh.sizes(devices)
-    names = dict(model.named_parameters(remove_duplicate=False))
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {name: canonical[id(p)] for name, p in names.items() if canonical[id(p)] != name}
-    pattern_of = plan_checks.match_lines(recipe, names)
-    table = {**recipe.parameters, **recipe.optional}
-    layouts = {name: shards_of(table[pattern], mesh) for name, pattern in pattern_of.items()}
-    plan_checks.check_tied(recipe, aliases, layouts)
-    plan_checks.check_dimensions(recipe, names, layouts)
-    plan_checks.check_divisible(recipe, names, layouts, mesh)
-    plan_checks.check_activations(recipe, model)
+    mends = Mends(recipe, model, devices, lambda changed, count: _refusal(changed, model, count))
+    mesh, pattern_of, layouts = _resolved(recipe, model, devices, mends)
+    names, aliases = _names_of(model)
     plans = tuple(
         ParameterPlan(name, pattern_of[name], tuple(p.shape), weight_dtype or p.dtype, layouts[name], mesh)
         for name, p in names.items()

@@ -1,9 +1,12 @@
-"""Checks between a recipe, a model's shapes and a mesh; each raises UserError."""
+"""Checks between a recipe, a model's shapes and a mesh; each raises UserError, with what ``mends`` offer instead."""
+
+from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,9 +14,12 @@ from torch import nn
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layout.copies import Shards, copies_of, undivided
 from shardwright.layout.mesh import DATA
-from shardwright.layout.recipe import Layout, Recipe, layout_text, matches
+from shardwright.layout.recipe import Layout, Recipe, layout_source, layout_text, matches
 
-_LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe's message lists all
+if TYPE_CHECKING:
+    from shardwright.layout.plan_mends import Mends
+
+_ALONE = ": a scalar only replicates"
 
 
 def collapse(name: str) -> str:
@@ -25,12 +31,10 @@ def _listing(notes: Mapping[str, str]) -> str:
     """Names, one kind (:func:`collapse`) a line, each with its note and count."""
     groups = Counter(f"{collapse(name)} {note}" for name, note in notes.items())
     lines = [group + (f", {count} of them" if count > 1 else "") for group, count in groups.items()]
-    if len(lines) > _LISTED:
-        lines[_LISTED:] = [f"and {len(lines) - _LISTED} more kinds"]
     return "\n           ".join(lines)
 
 
-def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor], mends: Mends | None) -> dict[str, str]:
     """Parameter name → the pattern of the one line that it matches; each line but an optional one must match some."""
     patterns = [*recipe.parameters, *recipe.optional]
     hits = {name: [pattern for pattern in patterns if matches(pattern, name)] for name in names}
@@ -39,29 +43,36 @@ def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, 
     unmatched = [name for name, found in hits.items() if not found]
     doubled = {name: f"matches {' and '.join(found)}" for name, found in hits.items() if len(found) > 1}
     title = f"recipe {recipe.name}"
+    for pattern in unused if mends else []:
+        if mends and (meant := mends.of_regex(pattern, unmatched)) is not None:
+            raise UserError(
+                asked=f"{title}: line {pattern!r}",
+                found=f"no parameter matches it; {meant[0]}",
+                why="a pattern is compared as file names are, part by part between the dots: * is any text without a "
+                "dot, [qkv] one of three letters",
+                instead=meant[1],
+            )
     if unmatched:
         shapes = {name: f"of shape {list(names[name].shape)}" for name in unmatched}
-        near = f"; or mend {unused[0]!r}, which matches nothing" if unused else ""
         raise UserError(
             asked=f"{title}: a layout for every parameter",
             found=f"no line matches\n           {_listing(shapes)}",
             why="a parameter without a line would be replicated without a word",
-            instead=f'a line such as "{collapse(unmatched[0])}": {{}} to replicate it{near}',
+            instead=mends.missing(unmatched, unused) if mends else "",
         )
     if doubled:
         raise UserError(
             asked=f"{title}: one line for each parameter",
             found=_listing(doubled),
             why="two lines could ask for two layouts",
-            instead="narrow one of the patterns until each parameter matches one alone",
+            instead=mends.narrowed(hits[next(iter(doubled))]) if mends else "",
         )
     if unused:
-        kinds = dict.fromkeys(map(collapse, names))
         raise UserError(
             asked=f"{title}: line {unused[0]!r}" + (f" and {len(unused) - 1} more" if unused[1:] else ""),
-            found="no parameter matches " + ", ".join(map(repr, unused[:_LISTED])),
+            found="no parameter matches " + ", ".join(map(repr, unused)),
             why="a line that matches nothing is a misspelling, or meant for another model",
-            instead=did_you_mean(unused[0], kinds) + "correct it, remove it, or move it to optional={...}",
+            instead=f"no line {unused[0]!r}; or moved to optional={{...}}, whose lines may match nothing",
         )
     return {name: found[0] for name, found in hits.items()}
 
@@ -74,11 +85,13 @@ def check_tied(recipe: Recipe, aliases: Mapping[str, str], layouts: Mapping[str,
                 asked=f"recipe {recipe.name}: {alias} as {layout_text(layouts[alias])}",
                 found=f"{name} as {layout_text(layouts[name])}, and the model ties the two: one tensor",
                 why="one tensor has one layout",
-                instead=f"the same layout on the lines of {collapse(alias)} and {collapse(name)}",
+                instead=f'"{collapse(alias)}": {layout_source(layouts[name])}, as on the line of {collapse(name)}',
             )
 
 
-def check_dimensions(recipe: Recipe, names: Mapping[str, torch.Tensor], layouts: Mapping[str, Shards]) -> None:
+def check_dimensions(
+    recipe: Recipe, names: Mapping[str, torch.Tensor], layouts: Mapping[str, Shards], mends: Mends | None
+) -> None:
     """Raises UserError unless each parameter has every dimension that its layout splits."""
     for name, parameter in names.items():
         rank = parameter.dim()
@@ -87,12 +100,16 @@ def check_dimensions(recipe: Recipe, names: Mapping[str, torch.Tensor], layouts:
                 asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({dim})",
                 found=f"it has shape {list(parameter.shape)}",
                 why=f"dimension {dim} is out of range: they are counted from 0",
-                instead=f'"{axis}": Shard({rank - 1})' if rank else "{}: a scalar only replicates",
+                instead=(mends.elsewhere([name], [axis]) if mends else "") + _ALONE * (not rank),
             )
 
 
 def check_divisible(
-    recipe: Recipe, names: Mapping[str, torch.Tensor], layouts: Mapping[str, Shards], mesh: Mapping[str, int]
+    recipe: Recipe,
+    names: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Shards],
+    mesh: Mapping[str, int],
+    mends: Mends | None,
 ) -> None:
     """Raises UserError unless every dimension is divisible by the sizes of the axes that split it.
 
@@ -104,32 +121,16 @@ def check_divisible(
     name, (dim, axes) = next(iter(bad.items()))
     shape, sizes = tuple(names[name].shape), copies_of(recipe, names, layouts, mesh)
     text = ",".join(f"{axis}={size}" for axis, size in (sizes or {}).items())
-    copied = [f"--mesh {text}, which is {sizes[DATA]} copies of the model"] if sizes else []
+    copied = f"--mesh {text}, which is {sizes[DATA]} copies of the model" if sizes else ""
+    alike = [other for other, found in bad.items() if found == bad[name]]
+    smaller = copied or ((mends.mesh() or mends.fewer()) if mends else "")
+    offers = [smaller, mends.elsewhere(alike, axes, 1 if smaller else 2) if mends else ""]
     raise UserError(
         asked=f"recipe {recipe.name}: dimension {dim} of {name} over {' × '.join(f'{a}={mesh[a]}' for a in axes)}",
         found=_listing({other: f"of shape {list(names[other].shape)}" for other in bad}),
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
-        instead="; or ".join([*copied, *_remedies(shape, dim, axes, layouts[name], mesh)]),
+        instead="; or\n           ".join(filter(None, offers)),
     )
-
-
-def _remedies(
-    shape: tuple[int, ...], dim: int, axes: Sequence[str], layout: Shards, mesh: Mapping[str, int]
-) -> Iterator[str]:
-    """Sizes of an axis with which ``axes`` would divide ``dim``, other dimensions that they would, or none at all."""
-    devices = math.prod(mesh.values())
-    for axis in axes:
-        others = math.prod(mesh[other] for other in axes if other != axis)
-        fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and shape[dim] % (n * others) == 0]
-        if fit:
-            yield f"{axis} of size {' or '.join(fit)}"
-    # with the axes that split these already
-    together = [{*axes, *(a for a, shard in layout.items() if shard.dim == other)} for other in range(len(shape))]
-    splits = [math.prod(mesh[axis] for axis in both) for both in together]
-    fit = [f"Shard({other})" for other, size in enumerate(shape) if other != dim and size % splits[other] == 0]
-    if fit:
-        yield f"shard another dimension: {' or '.join(fit)}"
-    yield "replicate: leave the axis out of that line"
 
 
 def check_activations(recipe: Recipe, model: nn.Module) -> None:

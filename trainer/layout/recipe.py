@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardwright.errors import UserError, did_you_mean
+from shardwright.errors import UserError, a_type, did_you_mean
 from shardwright.layout.mesh import DATA, SEQUENCE, Mesh, check_axis
 from shardwright.layout.placement import Placement, Replicate, Shard
 
@@ -19,6 +21,16 @@ _CHOICES = {
     "attention": ("shardwright", "eager", "sdpa"),
     "remat": ("none", "full", "save_matmuls", "offload", "auto"),  # or a share
     "reduce_gradients": ("step", "micro_batch"),
+}
+_EXAMPLES = {  # of a compute policy's values
+    "dtype": "bfloat16",
+    "experts": "dropless",
+    "capacity_factor": 1.25,
+    "router_loss": True,
+    "remat": "full",
+    "attention": "shardwright",
+    "scan": True,
+    "reduce_gradients": "step",
 }
 _TABLES = ("parameters", "optional", "activations")  # of a recipe
 _NOW = {"portable": "shardwright"}  # values of older recipes
@@ -69,7 +81,7 @@ class Compute:
             if not isinstance(value, str | None) or value not in choices:
                 raise UserError(
                     asked=f"Compute({name}={value!r:.80})",
-                    found=f"{value!r:.80} is not a {name} of this trainer",
+                    found=f"{value!r:.80}, which is no value of {name}",
                     why="a compute policy is one of a fixed list",
                     instead=(f"{_NOW[str(value)]!r}, its name now; " if str(value) in _NOW else "")
                     + did_you_mean(f"{value!s:.80}", filter(None, choices))
@@ -88,7 +100,7 @@ class Compute:
             if not isinstance(value := getattr(self, name), bool):
                 raise UserError(
                     asked=f"Compute({name}={value!r})",
-                    found=f"a {type(value).__name__}",
+                    found=f"{a_type(value)}",
                     why="it is either on or off",
                     instead=f"{name}=True or {name}=False",
                 )
@@ -123,7 +135,9 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_kind("mesh", self.mesh, Mesh, "Mesh(fsdp=-1)")
         _check_kind("compute", self.compute, Compute, 'Compute(dtype="float32")')
-        _check_kind("batch", self.batch, tuple, 'batch=("fsdp",): one name in brackets needs the comma')
+        axes = [self.batch] if isinstance(self.batch, str) else list(self.mesh.axes)[:1]
+        said = f"batch=({', '.join(map(json.dumps, axes))},)"
+        _check_kind("batch", self.batch, tuple, f"{said}: one name in brackets needs the comma")
         for axis in self.batch:
             check_axis(axis, self.mesh.axes, f"batch={self.batch}")
         if len(set(self.batch)) < len(self.batch):
@@ -169,11 +183,15 @@ class Recipe:
             return self.with_copies(1).with_mesh(text)
         if sizes.keys() != self.mesh.axes.keys() or len(pairs) > len(sizes):
             wrong = next((axis for axis in sizes if axis not in self.mesh.axes), None)
+            missing = [axis for axis in self.mesh.axes if axis not in sizes]
+            meant = self.mesh.axes | {axis: size for axis, size in sizes.items() if axis in self.mesh.axes}
+            if wrong and len(missing) == 1:  # another word for the one that is not named
+                meant[missing[0]] = sizes[wrong]
             raise UserError(
                 asked=f"mesh {text!r}",
                 found=f"recipe {self.name} has the axes {', '.join(self.mesh.axes)}",
                 why=f"axis {wrong!r} is not one of them" if wrong else "each of them needs one whole number",
-                instead=",".join(f"{axis}={size}" for axis, size in self.mesh.axes.items()),
+                instead="--mesh " + ",".join(f"{axis}={size}" for axis, size in meant.items()),
             )
         return replace(self, mesh=Mesh(dcn=self.mesh.dcn, **{axis: sizes[axis] for axis in self.mesh.axes}))
 
@@ -232,11 +250,13 @@ class Recipe:
         for part in text.split(","):
             name, equals, value = (word.strip() for word in part.partition("="))
             if not equals or name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                meant = near[0] if near else "remat"
                 raise UserError(
                     asked=f"compute {text!r}",
                     found=f"{part.strip()!r}",
-                    why="each part is one of the compute policy's names and a value",
-                    instead=did_you_mean(name, names) + "one of " + ", ".join(f"{n}=…" for n in names),
+                    why="each part is one of the compute policy's names and a value: " + ", ".join(names),
+                    instead=f"--compute {meant}={value if near and value else _EXAMPLES[meant]}",
                 )
             try:
                 changes[name] = ast.literal_eval(value)
@@ -258,17 +278,27 @@ def layout_text(layout: Layout) -> dict[str, str]:
     return {axis: f"Shard({p.dim})" if isinstance(p, Shard) else "Replicate()" for axis, p in layout.items()}
 
 
+def layout_source(layout: Layout) -> str:
+    """A layout as a recipe's file has it: ``{"fsdp": Shard(0)}``."""
+    return "{" + ", ".join(f"{json.dumps(axis)}: {text}" for axis, text in layout_text(layout).items()) + "}"
+
+
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
     if not isinstance(value, kind):
-        found, why = f"a {type(value).__name__}", f"{what} is a {kind.__name__}"
+        found, why = f"{a_type(value)}", f"{what} is a {kind.__name__}"
         raise UserError(asked=f"{what}={value!r}", found=found, why=why, instead=instead)
 
 
 def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> None:
     """Raises UserError unless ``layout`` places tensors along axes of ``mesh``; ``where``: the line, for messages."""
     _check_kind(f"{where}: the pattern", pattern, str, '"model.layers.*.mlp.gate.weight"')
-    _check_kind(f"{where}: the layout", layout, Mapping, '{"fsdp": Shard(0)}, or {} to replicate')
-    assert isinstance(layout, Mapping)  # checked just above; this tells mypy
+    if not isinstance(layout, Mapping):
+        raise UserError(
+            asked=f"{where}: {layout!r:.80}",
+            found=a_type(layout),
+            why="a layout says on which axes a tensor is split, and which of its dimensions: {axis: Shard(dim)}",
+            instead=f'"{pattern}": {{"{next(iter(mesh.axes))}": Shard(0)}}, or "{pattern}": {{}} to replicate it',
+        )
     for axis, placement in layout.items():
         check_axis(axis, mesh.axes, where)
         counted = not isinstance(placement, Shard) or (type(placement.dim) is int and placement.dim >= 0)
@@ -277,7 +307,7 @@ def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> No
                 asked=f"{where}: {axis!r}: {placement!r}",
                 found=("a negative dimension" if type(placement.dim) is int else f"dimension {placement.dim!r}")
                 if isinstance(placement, Shard)
-                else f"a {type(placement).__name__}",
+                else f"{a_type(placement)}",
                 why="a placement is Shard(dim), counted from 0 at the front, or Replicate()",
-                instead=f'"{axis}": Shard(0)',
+                instead=f'"{axis}": Shard({placement if type(placement) is int and placement >= 0 else 0})',
             )

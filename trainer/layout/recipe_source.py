@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from shardwright.layout.auto import AutoRecipe
-from shardwright.layout.recipe import Compute, Layout, layout_text
+from shardwright.layout.recipe import Compute, Layout, layout_source, layout_text
 
 _WIDTH = 120
 
@@ -17,7 +17,9 @@ def recipe_source(made: AutoRecipe, docstring: str) -> str:
     for pattern, layout in recipe.parameters.items():
         notes = [found[pattern] for found in (made.notes, made.undivided) if pattern in found]
         table += _entry(pattern, layout, notes)
-    pinned = ", ".join(f"{json.dumps(pattern)}: {_dict(layout)}" for pattern, layout in recipe.activations.items())
+    pinned = ", ".join(
+        f"{json.dumps(pattern)}: {layout_source(layout)}" for pattern, layout in recipe.activations.items()
+    )
     body = [
         "recipe = Recipe(",
         f"    mesh={recipe.mesh},",
@@ -37,16 +39,12 @@ def recipe_source(made: AutoRecipe, docstring: str) -> str:
 def _entry(pattern: str, layout: Layout, notes: Sequence[str]) -> list[str]:
     """A table entry with its note behind, or above if that is too long; the axes of a long one, a line each."""
     room, note = _WIDTH - 8, "# " + "; ".join(notes) if notes else ""
-    line = f"{json.dumps(pattern)}: {_dict(layout)},"
+    line = f"{json.dumps(pattern)}: {layout_source(layout)},"
     if len(line) > room:
         axes = [f"    {json.dumps(axis)}: {text}," for axis, text in layout_text(layout).items()]
         return [*filter(None, [note]), f"{json.dumps(pattern)}: {{", *axes, "},"]
     behind = f"{line}  {note}".rstrip()
     return [behind] if len(behind) <= room else [note, line]
-
-
-def _dict(layout: Layout) -> str:
-    return "{" + ", ".join(f"{json.dumps(axis)}: {text}" for axis, text in layout_text(layout).items()) + "}"
 
 
 def _compute(compute: Compute) -> str:

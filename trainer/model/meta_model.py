@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from shardwright.errors import UserError, in_short
+from shardwright.errors import UserError, in_short, nearest_beside
 from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 from shardwright.layout.recipe import Recipe
 from shardwright.models.experts import expert_families
@@ -71,7 +71,8 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
                 asked=f"model {model}",
                 found=f"no file {config_file}",
                 why="a local model is a config.json, or a folder that has one",
-                instead="the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
+                instead=nearest_beside(model)
+                + "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
             )
     try:
         if model is None:

@@ -68,7 +68,7 @@ def _check_isolation(recipe: Recipe, facts: ModelFacts, name: str) -> None:
             asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
             found="an attention of transformers' own",
             why="it does not know documents by their segment_ids: tokens would see other documents",
-            instead=f"attention={attention.NAME!r}, the default",
+            instead=f"--compute attention={attention.NAME}, the default",
         )
     if (found := attention_probe.leak(facts, name)) is not None:
         raise UserError(
@@ -145,14 +145,15 @@ def _check_experts(recipe: Recipe, facts: ModelFacts) -> None:
             asked=f"recipe {recipe.name}: Compute(experts={chosen!r})",
             found=f"{facts.kind} has no experts",
             why="there is nothing to route tokens to",
-            instead="Compute(experts=None), or a mixture-of-experts model",
+            instead="--compute experts=None (in the recipe Compute(experts=None)), or a mixture-of-experts model",
         )
     if chosen is None and found:
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(experts=None)",
             found=f"{facts.kind} has experts, such as {found[0]}",
             why="transformers' own way to run them has shapes that change with the routing, which XLA can't compile",
-            instead='Compute(experts="dropless"), "capacity" or "dense" (--compute experts=dropless)',
+            instead="--compute experts=dropless, or --compute experts=capacity, or --compute experts=dense "
+            '(in the recipe Compute(experts="dropless"))',
         )
 
 

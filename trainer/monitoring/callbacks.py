@@ -113,7 +113,7 @@ def open_trackers(asked: str, console: Console) -> list[Tracker]:
                 asked=f"--report_to {name}",
                 found=_short(error),
                 why="transformers' integration needs that package, as it is configured here",
-                instead=f"pip install it, or --report_to without {name}",
+                instead=f"pip install {name}, or --report_to {','.join(n for n in names if n != name) or 'none'}",
             ) from None
     return found
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.errors import UserError, in_short
+from shardwright.errors import UserError, a_type, in_short
 from shardwright.models.ops.labels import IGNORE, targets
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.loss import CORRECT
@@ -101,15 +101,15 @@ def metric_names(compute: ComputeMetrics | None, rows: int, length: int, vocabul
     except Exception as error:  # of many types: it is anybody's function
         raise _refused(f"tried on tensors without values, it raised {in_short(error)}") from error
     if not isinstance(pairs, Mapping) or not pairs:
-        raise _refused(f"it returned {pairs!r:.200}, a {type(pairs).__name__}")
+        raise _refused(f"it returned {pairs!r:.200}, {a_type(pairs)}")
     for name, pair in pairs.items():
         if not isinstance(name, str) or not name:
-            raise _refused(f"the name {name!r:.80}, a {type(name).__name__}")
+            raise _refused(f"the name {name!r:.80}, {a_type(name)}")
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise _refused(f"{name!r} is a {type(pair).__name__}", pair)
+            raise _refused(f"{name!r} is {a_type(pair)}", pair)
         for what, value in zip(("sum", "count"), pair, strict=True):
             if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)):
-                raise _refused(f"the {what} of {name!r} is a {type(value).__name__}", value)
+                raise _refused(f"the {what} of {name!r} is {a_type(value)}", value)
     return tuple(pairs)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses
 from shardwright.models.layers import side_outputs
@@ -203,7 +203,7 @@ class Loss:
             shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else ""
             raise UserError(
                 asked="compute_loss_func(outputs, labels, num_items_in_batch)",
-                found=f"it returned a {type(loss).__name__}{shape}",
+                found=f"it returned {a_type(loss)}{shape}",
                 why="it is traced into the step, whose gradients are of one number",
                 instead="a tensor of no dimension, such as "
                 "cross_entropy(logits, targets, reduction='sum') / num_items_in_batch",

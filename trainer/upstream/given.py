@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.upstream.given_optimizers import optimizer_options
 from shardwright.upstream.names import KEYWORDS
 
@@ -104,7 +104,7 @@ def _alias(given: dict[str, Any], name: str, ours: str) -> None:
 def _called(make: Any, seed: int) -> Any:
     """The model of ``model_init``, called as transformers calls it, with its random numbers from the run's seed."""
     if not callable(make):
-        found = f"a {type(make).__name__}"
+        found = f"{a_type(make)}"
         raise _refused("model_init", found, "it is called for a model", "a function that returns a model, or model=")
     torch.manual_seed(seed)
     return make(None) if inspect.signature(make).parameters else make()
@@ -121,7 +121,7 @@ def _base_dtype(quantization: Any) -> str:
         return _NF4
     raise _refused(
         "quantization_config",
-        f"a {type(quantization).__name__} that asks for something else than NF4",
+        f"{a_type(quantization)} that asks for something else than NF4",
         "the frozen model under an adapter is packed while it is read",
         "TrainingArguments(base_dtype=…) with int8, fp8, fp8_rows, mxfp4 or nf4; "
         "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4') is taken too",
@@ -151,7 +151,7 @@ def _text(format_one: Any, end: str | None, record: Any) -> dict[str, str]:
         raise _refused("formatting_func", found, why, "a function of one record that returns its text") from error
     if not isinstance(text, str):
         why = "it is called with one record at a time, as trl's is"
-        found = f"it returned a {type(text).__name__}"
+        found = f"it returned {a_type(text)}"
         raise _refused("formatting_func", found, why, "a function of one record that returns its text, one string")
     return {"text": text if end is None else text.removesuffix(end)}  # each text ends with that token
 

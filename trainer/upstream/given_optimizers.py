@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 
 # transformers/optimization.py, transformers 5.23: the function that a scheduler's lambda calls → its kind, and the
 # arguments of the kind that the lambda is bound to, under the name here
@@ -54,7 +54,7 @@ def _pair(optimizers: Any) -> tuple[Any, Any]:
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise _refused(
             "optimizers",
-            f"a {type(optimizers).__name__}",
+            f"{a_type(optimizers)}",
             "it is a pair: an optimizer and a schedule, or None for either",
             "optimizers=(torch.optim.AdamW(model.parameters(), …), None)",
         )
@@ -124,7 +124,7 @@ def _schedule_options(scheduler: Any, args: TrainingArguments) -> dict[str, Any]
     words: Mapping[str, Any] = getattr(made, "keywords", None) or {}
     instead = "TrainingArguments(lr_scheduler_type=…, lr_scheduler_kwargs=…, warmup_steps=…)"
     if name not in _KINDS:
-        found = f"a {type(scheduler).__name__}" + (f" of {name}" if name else "")
+        found = f"{a_type(scheduler)}" + (f" of {name}" if name else "")
         raise _refused("optimizers", found, "rates are a function of the step, by transformers' schedules", instead)
     kind, further = _KINDS[name]
     options = {key: words[key] for key in further if words.get(key) is not None}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.files.folder import Folder
 from shardwright.models.adapters.lora import A0, B0, A, B, Lora, M, base_of
@@ -144,7 +144,7 @@ def check_adapter(job: Job) -> None:
         if isinstance(job.model.get_submodule(target.rpartition(".")[0]), ScaledExperts):
             raise UserError(
                 asked=f"an adapter of {target}",
-                found=f"experts of a {type(job.model).__name__}, which transformers keeps outside its interface",
+                found=f"experts of {a_type(job.model)}, which transformers keeps outside its interface",
                 why="nothing tells PEFT there which dimension is the input's, and it would take the other",
                 instead="a --lora_target without experts, such as q_proj,k_proj,v_proj,o_proj",
             )

@@ -21,7 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     load_gguf_checkpoint,
 )
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.files.arrays import LazyArray, Slices, keeping_last
 from shardwright.weights.formats.format import DEQUANTIZED
 
@@ -52,7 +52,7 @@ def open_gguf(
         else:
             parts[name].append(tensor)
     if unknown := [name for name in unknown if not name.startswith("rope_freqs")]:  # RoPE's, computed from the config
-        raise ValueError(f"{len(unknown)} tensors that a {type(model).__name__} lacks: {', '.join(unknown[:4])}")
+        raise ValueError(f"{len(unknown)} tensors that {a_type(model)} lacks: {', '.join(unknown[:4])}")
 
     def values(name: str) -> torch.Tensor:
         merged: dict[str, Any] = {"tensors": {}, "config": settings}  # where a processor puts what it makes of several

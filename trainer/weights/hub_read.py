@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
@@ -245,7 +245,7 @@ class HubWeights:
         kinds = (("missing", missing), ("left over", unexpected), ("of another shape", misshapen))
         wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
         if wrong:
-            fit = f"they do not fit its config (a {type(self.model).__name__})"
+            fit = f"they do not fit its config ({a_type(self.model)})"
             why = f"{fit}: training would start from other weights than these without a word"
             instead = "the config.json that the weights were saved with, and all of the files"
             settings = quantization_settings(self.model.config)

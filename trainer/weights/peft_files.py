@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
-from shardwright.errors import UserError, command
+from shardwright.errors import UserError, a_type, command
 from shardwright.files.arrays import whole
 from shardwright.files.folder import Folder, as_json
 from shardwright.hosts.hosts import hosts
@@ -123,7 +123,7 @@ class AdapterFiles:
     def _fused(self, target: str, found: str) -> UserError:
         return UserError(
             asked="--adapter_format per_expert",
-            found=f"{target} of a {type(self.model).__name__}, on the hub: {found}",
+            found=f"{target} of {a_type(self.model)}, on the hub: {found}",
             why="its experts have no weights by themselves there",
             instead="--adapter_format peft",
         )

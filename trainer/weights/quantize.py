@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import dot_natural_key
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
@@ -248,7 +248,7 @@ def quantize(
     forms = dict.fromkeys(chosen, scheme.form)
     unread = [name for name in linear if name not in forms]
     if not chosen:
-        found = f"no linear weight that loaders read in it in the layers of a {type(model).__name__}"
+        found = f"no linear weight that loaders read in it in the layers of {a_type(model)}"
         raise _refused(asked, found, "nothing would be quantized")
     return Quantized(asked, scheme.settings(left_out), forms, packed, unread=unread)
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from shardwright.errors import a_type
+
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # what trainers write beside the weights, in the same container
 _OTHER = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -33,7 +35,7 @@ def open_torch(file: Path) -> dict[str, torch.Tensor]:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping):
-        raise ValueError(f"it holds a {type(loaded).__name__}, and no tensors by name")
+        raise ValueError(f"it holds {a_type(loaded)}, and no tensors by name")
     other = [name for name, value in loaded.items() if not isinstance(value, torch.Tensor)]
     if other or not loaded:
         raise ValueError(f"{len(other)} of its {len(loaded)} entries are no tensors: {str(other[:4])[:200]}")

@@ -162,6 +162,12 @@ def padding_alone(value: Any) -> Any:
     return value
 
 
+def first_to_train_on(value: Any) -> str:
+    """The first split, of a list or a text with commas, with `train` in its name; what is held out follows from it."""
+    names = value.split(",") if isinstance(value, str) else list(value)
+    return next((str(name).strip() for name in names if "train" in str(name)), str(names[0]))
+
+
 def only_one(value: Any) -> str:
     """The one dataset of a list, a mapping or a text with commas; ValueError for several, whose shares must be said."""
     found = json.loads(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
@@ -173,11 +179,13 @@ def only_one(value: Any) -> str:
 
 def _described(entry: Mapping[str, Any]) -> str:
     """A dataset in axolotl's words (`path`, `name`, `split`, `data_files`), as --dataset takes it."""
-    if str(entry.get("split") or "train") != "train":
-        raise ValueError(f"of a dataset the split called train is trained on, not {entry['split']}")
+    split = str(entry.get("split") or "train")
+    if "[" in split or "+" in split:
+        raise ValueError(f"a split is taken whole, and by itself, not {split}")
     files = entry.get("data_files")
     if files:
         return only_one([files] if isinstance(files, str) else files)
     if not entry.get("path"):
         raise ValueError("it has no path")
-    return str(entry["path"]) + (f":{entry['name']}" if entry.get("name") else "")
+    configuration = f":{entry['name']}" if entry.get("name") else ""
+    return str(entry["path"]) + configuration + (f"#{split}" if split != "train" else "")

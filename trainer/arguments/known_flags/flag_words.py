@@ -14,6 +14,7 @@ from shardwright.arguments.known_flags.entry import MISSING, OURS, Entry, word
 from shardwright.arguments.known_flags.table import find, names, own
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, Translation, flag, translated
 
+_PARTS = 3  # options with one word in common that are named together
 _NEAR, _NEAR_THEIRS = 0.75, 0.85  # difflib's ratio of two spellings, from which one is a hint at the other
 
 
@@ -93,6 +94,8 @@ def _line(each: Outcome, options: Collection[str]) -> str:
     spelt = each.name if stray else flag(each.name)
     if each.kind == MISSING:
         return f"{spelt}{'' if each.value is True else f' {word(each.value):.80}'}: not to be had, {each.said}"
+    if stray and not spelt.startswith("-"):
+        return f"{spelt!r} stands behind no option;"
     return f"no option {spelt}; {each.said or nearest(spelt, options)}".rstrip()
 
 
@@ -104,8 +107,12 @@ def nearest(spelt: str, options: Collection[str]) -> str:
     found = [known[each] for each in found] or [
         f"--{each}" for each in difflib.get_close_matches(name, list(names()), n=1, cutoff=_NEAR_THEIRS)
     ]
-    if not found:
+    if not found:  # a word of one of ours, such as --epochs for --num_train_epochs
+        found = sorted({each.lstrip("-").replace("-", "_") for part, each in known.items() if name in part.split("_")})
+    if not found or len(found) > _PARTS:
         return ""
+    if len(found) > 1:
+        return f"did you mean one of {', '.join('--' + each for each in found)}?"
     with_dashes = "-" in spelt.lstrip("-")
     text = "--" + (found[0].lstrip("-").replace("_", "-") if with_dashes else found[0].lstrip("-").replace("-", "_"))
     return f"did you mean {text!r}?"

@@ -145,7 +145,8 @@ ARGUMENTS: dict[str, Entry] = {
     # batches and steps
     "micro_batch_size": ours("per_device_train_batch_size"),
     "batch_size": missing(
-        "it is the micro-batch × devices × --gradient_accumulation_steps", "--gradient_accumulation_steps N"
+        "it is the micro-batch × devices × --gradient_accumulation_steps",
+        "--gradient_accumulation_steps 1 --per_device_train_batch_size 1",
     ),
     "eval_batch_size": unneeded("an evaluation takes the micro-batches of the training, or smaller ones"),
     "num_epochs": ours("num_train_epochs"),

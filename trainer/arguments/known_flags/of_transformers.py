@@ -61,7 +61,6 @@ PUSH = missing(
     "a run writes to its output folder alone", "`hf upload NAME OUTPUT_DIR/model` afterwards, or push_to_hub()"
 )
 OF_PUSH = unneeded("it says something of push_to_hub alone")
-SPLIT = missing("of a dataset the split called `train` is trained on", "the path of the split's own files")
 WANDB = unneeded("trackers are told by their own environment variables")
 NO_CODE = unneeded("models are transformers' own classes; code of a repository is not run")
 COLUMNS = unneeded("the columns say which are read, and what is not read is counted")

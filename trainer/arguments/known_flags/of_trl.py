@@ -7,6 +7,7 @@ from shardwright.arguments.known_flags.entry import (
     all_of,
     behind,
     fills,
+    first_to_train_on,
     missing,
     only_one,
     ours,
@@ -22,7 +23,6 @@ from shardwright.arguments.known_flags.of_transformers import (
     LOADER,
     NO_CODE,
     REMAT,
-    SPLIT,
 )
 
 MODEL_KWARGS = missing("a model is built from its config", "--model, --revision, --bf16, --compute attention=…")
@@ -169,7 +169,7 @@ GRPO: dict[str, Entry] = {
 SCRIPT: dict[str, Entry] = {
     "dataset_name": ours("dataset"),
     "dataset_config": behind("dataset", ":", at=all_of("none default", DEFAULT)),
-    "dataset_train_split": missing(SPLIT.why, SPLIT.instead, at={"train": DEFAULT}),
+    "dataset_train_split": behind("dataset", "#", at={"train": DEFAULT}),
     "dataset_test_split": missing(
         "of a dataset's splits `validation` or `test` is held out",
         "--eval_dataset with the path of the split's own files",
@@ -240,7 +240,7 @@ OLDER: dict[str, Entry] = {
     "chars_per_token": unneeded("tokens are counted"),
     "eval_dataset_name": ours("eval_dataset"),
     "dataset_mixer": ours("dataset", read=only_one),
-    "dataset_splits": SPLIT,
+    "dataset_splits": behind("dataset", "#", read=first_to_train_on),
     "dataset_configs": missing(
         "a dataset's configuration stands behind its name", "--dataset id:configuration", many=True
     ),

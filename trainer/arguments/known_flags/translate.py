@@ -77,11 +77,11 @@ def translated(
         outcome, at = _outcome(name, value, entry, known)
         found.outcomes.append(outcome)
         if at is not None and at.suffix:
-            suffixes.append((at.name, at.suffix + word(value)))
+            suffixes.append((at.name, at.suffix + word(at.read(value) if at.read else value)))
         given = outcome.options | (outcome.nearest if near else {})
         found.options |= given
         found.fill |= outcome.fill
-    for name, text in suffixes:
+    for name, text in sorted(suffixes, key=lambda each: each[1].startswith("#")):  # a split behind a configuration
         if name in found.options:
             found.options[name] = f"{word(found.options[name])}{text}"
             found.extended.append(name)

@@ -116,7 +116,7 @@ def stream_of_files(where: Files, reads: Sequence[RecordShape], on_bad_row: str)
     # of names and sizes alone, so that a copy on another machine counts as the same data
     identity = f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
     if where.kind != "text":
-        identity += f", {', '.join(shape.required)}"
+        identity += f", {', '.join(shape.required)}" + (f", split {where.split}" if where.split else "")
 
     def stream(names: list[str]) -> DocumentStream:
         def read(part: int, document: int) -> Iterator[Keyed]:
@@ -127,7 +127,7 @@ def stream_of_files(where: Files, reads: Sequence[RecordShape], on_bad_row: str)
         known = [sizes[name] for name in names]
         return DocumentStream(where.asked, identity, len(names), read, shape, names, known, unread=unread)
 
-    train, *heldout = (stream(splits[name]) for name in sources.pick_splits(splits, where.asked))
+    train, *heldout = (stream(splits[name]) for name in sources.pick_splits(splits, where.asked, where.split))
     return replace(train, heldout=next(iter(heldout), None))
 
 
@@ -172,7 +172,7 @@ def _line_groups(path: Path, unread: Unread) -> Iterator[str]:
 
 def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordShape]) -> DocumentStream:
     splits, identity = open_records(where)
-    chosen = [splits[name] for name in sources.pick_splits(splits, where.asked)]
+    chosen = [splits[name] for name in sources.pick_splits(splits, where.asked, where.split)]
     features = [columns_of(where, split) for split in chosen]
     shape, unread = recognise_splits(features, where.asked, reads), Unread(where.asked, "error")
 

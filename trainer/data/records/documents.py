@@ -87,6 +87,7 @@ def _documents_of_files(where: Files, stream: DocumentStream) -> Documents:
         return {name: _written(split, is_text, scratch / name) for name, split in splits.items() if split is not None}
 
     key = [stamps, *(() if is_text else stream.shape.required), stream.unread.policy]
+    key += [where.split] if where.split else []
     return Documents(where.asked, digest(key), stream.shape, read, (stream.unread,))
 
 
@@ -106,7 +107,7 @@ def _written(stream: DocumentStream, named: bool, scratch: Path) -> Dataset:
 
 def _documents_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordShape]) -> Documents:
     loaded = _loaded(where)
-    chosen = [loaded[name] for name in sources.pick_splits(loaded.keys(), where.asked)]
+    chosen = [loaded[name] for name in sources.pick_splits(loaded.keys(), where.asked, where.split)]
     shape = recognise_splits((split.features for split in chosen), where.asked, reads)
     columns, unread = {*shape.columns}, Unread(where.asked, "error")
     for split in chosen:

@@ -14,6 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardwright.errors import a_type
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ROWS_AT_ONCE = 1024  # for Parquet and Arrow
 LONGEST_CELL = 1 << 30  # characters; csv's own limit, 131,072, is less than a long document
@@ -75,7 +77,7 @@ def _json_values(text: str) -> Iterator[Row]:
 
 
 def _object(value: Any) -> Row:
-    kind = "null" if value is None else f"a {type(value).__name__}"
+    kind = "null" if value is None else f"{a_type(value)}"
     return value if isinstance(value, dict) else Unreadable(f"{kind}, not an object with columns")
 
 

@@ -4,14 +4,14 @@ import contextlib
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type, nearest_beside
 
 SUFFIXES = {
     "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
@@ -21,6 +21,7 @@ SUFFIXES = {
     "csv": [".csv"],
 }
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+_SPLIT = re.compile(r"\w[\w.-]*")
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
 _HELDOUT_FILE = re.compile(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])")
 # companions of a dataset in its repository: text that is no data if the data are records, …
@@ -42,13 +43,23 @@ class Files:
     kind: str
     is_folder: bool = True
     skip_undecodable: bool = False  # a text file that is not UTF-8 is skipped, not refused
+    split: str | None = None  # the one to train on, where it is not `train`
 
     def by_split(self) -> dict[str, list[str]]:
         """Split → names of its files. In a folder of records, file names tell the split, as on the hub:
 
-        ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``.
+        ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``. Of a ``split`` that was asked for, and
+        of what is held out beside it, the files and folders begin with its name; others are left out.
         """
         names: dict[str, list[str]] = {}
+        if self.split is not None:
+            for name in self.files:
+                for split in (self.split, *heldout_names(self.split)):
+                    begins = re.compile(rf"{re.escape(split)}(?![A-Za-z_])")
+                    if any(map(begins.match, name.split("/"))):
+                        names.setdefault(split, []).append(name)
+                        break
+            return names
         for name in self.files:
             match = _HELDOUT_FILE.match(name.lower()) if self.is_folder and self.kind != "text" else None
             names.setdefault(match[1] if match else "train", []).append(name)
@@ -63,6 +74,7 @@ class HubDataset:
     name: str
     revision: str | None
     configuration: str | None
+    split: str | None = None  # the one to train on, where it is not `train`
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class HeldRecords:
 
     asked: str
     records: Dataset | IterableDataset
+    split = None
 
     @property
     def identity(self) -> str:
@@ -88,26 +101,30 @@ Place = Files | HubDataset | HeldRecords
 AnyDataset: TypeAlias = str | Dataset | IterableDataset | None  # as `--dataset` and `Trainer` take it
 
 
-def locate(dataset: AnyDataset) -> Place:
-    """The place that ``--dataset`` names; None is the standard library. Nothing is read.
+def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
+    """The place that ``--dataset``, or another ``option``, names; None is the standard library. Nothing is read.
 
     Raises UserError if there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
     if isinstance(dataset, Dataset | IterableDataset):
-        return HeldRecords(f"a {type(dataset).__name__}", _unformatted(dataset))
+        return HeldRecords(f"{a_type(dataset)}", _unformatted(dataset))
     if dataset is None:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
-    asked, path = f"--dataset {dataset}", Path(os.path.expanduser(dataset))
+    asked, path = f"--{option} {dataset}", Path(os.path.expanduser(dataset))
     if os.path.exists(path):  # Path.exists would raise for a name that is too long
         return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
+    base, _, split = dataset.rpartition("#")
+    if base and _SPLIT.fullmatch(split):
+        place = locate(base, option)
+        return place if isinstance(place, HeldRecords) else replace(place, asked=asked, split=split)
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
         raise UserError(
             asked=asked,
             found=f"no such file or folder: {path.absolute()}",
             why="it looks like a path, and nothing lies there",
-            instead="the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id: "
-            "roneneldan/TinyStories",
+            instead=f"{nearest_beside(dataset)}the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder, "
+            "or a hub id: roneneldan/TinyStories",
         )
     place, _, configuration = dataset.partition(":")
     name, _, revision = place.partition("@")
@@ -238,17 +255,25 @@ def cause(error: Exception) -> str:
     return f"{type(inner or error).__name__}: {inner or error}"
 
 
-def pick_splits(names: Collection[str], asked: str) -> list[str]:
-    """The split to train on, and the one to hold out if there is one.
+def heldout_names(train: str) -> list[str]:
+    """The splits that may be held out beside ``train``: of ``train_sft`` first ``validation_sft`` and ``test_sft``."""
+    beside = [train.replace("train", name) for name in HELDOUT_SPLITS] if "train" in train else []
+    return list(dict.fromkeys([*beside, *HELDOUT_SPLITS]))
 
-    Raises UserError if there are several splits, and none is called train.
+
+def pick_splits(names: Collection[str], asked: str, split: str | None = None) -> list[str]:
+    """The split to train on, and the one to hold out if there is one. ``split``: the one that was asked for.
+
+    Raises UserError if there is none of that name; or several splits, and none is called train.
     """
-    train = next(iter(names)) if len(names) == 1 else "train"
+    train = split or (next(iter(names)) if len(names) == 1 else "train")
     if train not in names:
+        dataset = asked.removeprefix("--dataset ").removesuffix(f"#{split}")
+        likely = sorted(names, key=lambda name: (not name.startswith("train"), name))
         raise UserError(
             asked=asked,
-            found=f"the splits {', '.join(names)}",
-            why="none of them is called train",
-            instead="a dataset with a split called train, or the path of one of its files",
+            found=f"the splits {', '.join(names)}" if names else "no file of that split",
+            why=f"none of them is called {train}",
+            instead=", or ".join(f"--dataset {dataset}#{name}" for name in likely[:3]) or f"--dataset {dataset}",
         )
-    return [train, *[name for name in HELDOUT_SPLITS if name in names and name != train][:1]]
+    return [train, *[name for name in heldout_names(train) if name in names and name != train][:1]]

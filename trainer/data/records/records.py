@@ -20,6 +20,7 @@ from shardwright.data.records.record_sources import (
 )
 from shardwright.data.records.shapes import check_text, recognise, recognise_splits
 from shardwright.data.records.unreadable import Unread
+from shardwright.errors import a_type
 from shardwright.objectives.objective import RecordShape, text_shape
 from shardwright.objectives.sft import SHAPES
 
@@ -38,7 +39,7 @@ def find_shape(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES) -> Re
     if isinstance(where, Files):
         return shape_of_files(where, reads)
     splits, _ = open_records(where)
-    train, *_ = pick_splits(splits, where.asked)
+    train, *_ = pick_splits(splits, where.asked, where.split)
     return recognise(columns_of(where, splits[train]), where.asked, reads)
 
 
@@ -51,7 +52,7 @@ def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
         check_text(where.asked, reads)
         return text_shape()
     splits = where.by_split()
-    columns = (_columns_of_files(where, splits[name]) for name in pick_splits(splits, where.asked))
+    columns = (_columns_of_files(where, splits[name]) for name in pick_splits(splits, where.asked, where.split))
     return recognise_splits(columns, where.asked, reads)
 
 
@@ -78,7 +79,7 @@ def _text_of(row: Any, shape: RecordShape, typed: bool) -> str | None:
         raise Unreadable(f"no column {shape.required[0]}")
     text = shape.document(row, typed)
     if not isinstance(text, str | None):
-        raise Unreadable(f"column {shape.required[0]}: a {type(text).__name__}, not text")
+        raise Unreadable(f"column {shape.required[0]}: {a_type(text)}, not text")
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
@@ -94,6 +95,7 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
         builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
         # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
         identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
+        identity += f"#{where.split}" if where.split else ""
         return builder.as_streaming_dataset(), identity
     except Exception as error:  # of many types: offline, not found, malformed, …
         raise unreadable(where, error) from error

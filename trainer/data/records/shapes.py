@@ -4,6 +4,7 @@ A record of any shape is one string: the text itself for ``text``, otherwise the
 the held-out share, the cache and a stream's cursor, which know documents by their text, need not know shapes.
 """
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,18 +44,30 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
             return shape
     if not any(shape.is_text for shape in reads):
         raise _unread(asked, f"the columns {', '.join(columns)}", reads)
-    known = "; ".join(", ".join(shape.required) for shape in reads)
+    known, other = "; ".join(", ".join(shape.required) for shape in reads), ""
     for name, shape in [(name, shape) for name, entry in OBJECTIVES.items() for shape in entry.shapes]:
         if shape not in SHAPES and columns.keys() >= {*shape.required}:
             known += f"; and {', '.join(shape.required)} with an --objective such as {name}"
+            other = f"--objective {name}; or "
             break
     named = reads[0].required[0] if len(reads) == 1 else None  # the column that --text_column names
     raise UserError(
         asked=asked if named is None else f"{asked}: the text in its column {named!r}",
         found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
         why="there is no such column of text" if named else f"records have one of these sets of columns: {known}",
-        instead="--text_column with the name of a column of strings",
+        instead=other + _columns_offered(columns, named),
     )
+
+
+def _columns_offered(columns: Mapping[str, Any], named: str | None) -> str:
+    """What to write for records with these columns; ``named``: the one that --text_column names."""
+    texts = [name for name, feature in columns.items() if getattr(feature, "dtype", "") in ("string", "large_string")]
+    near = difflib.get_close_matches(named or "", texts, n=1)
+    offered = ", or ".join(f"--text_column {name}" for name in (near or texts)[:2])
+    if named is not None and offered:
+        return offered
+    renamed = "columns renamed to prompt and completion (dataset.rename_columns)"
+    return f"{offered}, to train on that text alone; or {renamed}" if offered else renamed
 
 
 def _check_media(columns: Mapping[str, Any], asked: str, shape: RecordShape) -> None:

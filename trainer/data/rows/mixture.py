@@ -1,4 +1,4 @@
-"""Mixtures: rows of several sources, each with a weight: ``a.jsonl:0.7,b.jsonl:0.3``.
+"""Mixtures: rows of several sources, each with a weight: ``a.jsonl:0.7,b.jsonl:0.3``; without, by their sizes.
 
 Each source gives its share of every thousand rows, in an order drawn by the seed. A source's own rows come in its own
 order; once all are taken, it begins anew in another order. An epoch ends when every source was gone through.
@@ -30,27 +30,31 @@ _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset of ``--dataset``, and the rows that it gives of a thousand."""
+    """A dataset of ``--dataset``, and the rows that it gives of a thousand; None: by its size."""
 
     dataset: AnyDataset
-    share: int = BLOCK
+    share: int | None = BLOCK
 
 
 def sources_of(dataset: AnyDataset) -> list[Source]:
     """The datasets that ``--dataset`` names: one, or those of a mixture. An existing path is always one dataset.
 
-    Raises UserError if some have weights and others none, or a weight is not above 0.
+    Without weights they are mixed by their sizes, each taken once in an epoch. Raises UserError if some have weights
+    and others none, or a weight is not above 0.
     """
     if not isinstance(dataset, str) or "," not in dataset or os.path.exists(os.path.expanduser(dataset)):
         return [Source(dataset)]
     parts = dataset.split(",")
     found = [_WEIGHTED.fullmatch(part.strip()) for part in parts]
+    if not any(found) and all(part.strip() for part in parts):
+        return [Source(part.strip(), None) for part in parts]
     if not all(found):
+        whole = [f"{part.strip()}:0.5" for part, match in zip(parts, found, strict=True) if not match and part.strip()]
         raise UserError(
             asked=f"--dataset {dataset}",
             found="without a weight: " + ", ".join(p for p, match in zip(parts, found, strict=True) if not match),
-            why="no file or folder is called that, and of a mixture each dataset says how much of it is drawn",
-            instead="--dataset a.jsonl:0.7,b.jsonl:0.3",
+            why="of a mixture each dataset says how much of it is drawn, or none does, and all are taken whole",
+            instead="--dataset " + ",".join([*[match[0] for match in found if match], *whole]),
         )
     matches = [match for match in found if match]
     counts = shares([float(match[2]) for match in matches], dataset)
@@ -72,6 +76,27 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
             instead="weights that are at least a thousandth of their sum, or a mixture without that dataset",
         )
     return counts
+
+
+def sized(sources: Sequence[Source], rows: Sequence[Rows]) -> list[Source]:
+    """The sources with shares by their ``rows``, where they have none, so that an epoch takes each of them once.
+
+    Raises UserError for streams, whose lengths show where they end.
+    """
+    if all(source.share is not None for source in sources):
+        return list(sources)
+    if not all(isinstance(each, StoredRows) for each in rows):
+        names = [str(source.dataset) for source in sources]
+        raise UserError(
+            asked=f"--dataset {','.join(names)}, with --streaming",
+            found="no weights",
+            why="they would be mixed by their sizes, and the length of a stream shows where it ends",
+            instead=f"--dataset {','.join(f'{name}:1' for name in names)}; or no --streaming",
+        )
+    counts = [len(each) for each in rows if isinstance(each, StoredRows)]
+    least = 2 * sum(counts) / BLOCK  # a smaller dataset comes more than once
+    found = shares([max(count, least) for count in counts])
+    return [Source(source.dataset, share) for source, share in zip(sources, found, strict=True)]
 
 
 def shapes_of(dataset: AnyDataset, reads: Sequence[RecordShape]) -> list[RecordShape]:
@@ -178,10 +203,10 @@ class MixedOrder:
 
 def mixture_notes(sources: Sequence[Source], train: MixedRows, notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     lines = []
-    for source, rows, own in zip(sources, train.sources, notes, strict=True):
-        line = f"{source.dataset}: {source.share / BLOCK:.1%} of the rows"
+    for source, share, rows, own in zip(sources, train.shares, train.sources, notes, strict=True):
+        line = f"{source.dataset}: {share / BLOCK:.1%} of the rows"
         if rows.tokens is not None and train.tokens is not None:
-            times = train.tokens * source.share / BLOCK / rows.tokens
+            times = train.tokens * share / BLOCK / rows.tokens
             line += f"; {rows.tokens:,} tokens, taken {times:.2f} times in an epoch"
         lines += [line, *(f"  {note}" for note in own)]
     return tuple(lines)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.records.fields import SAYS, is_empty
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.masks import silenced
+from shardwright.errors import a_type
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
@@ -55,7 +56,7 @@ def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
     tools = _list("tools", values["tools"]) if values.get("tools") else None
     system = values.get("system") or ""
     if not isinstance(system, str):
-        raise BadRecord("system", f"a {type(system).__name__}, not text")
+        raise BadRecord("system", f"{a_type(system)}, not text")
     column = next(name for name in ("prompt", "messages", "conversations") if name in values)
     messages = _messages(column, values[column])
     if system and messages[:1] != [{"role": "system", "content": system}]:
@@ -74,7 +75,7 @@ def _template_options(values: Mapping[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         options = json.loads(options) if isinstance(options, str) else options
     if not isinstance(options, dict):
-        raise BadRecord(name, f"a {type(options).__name__}, not an object")
+        raise BadRecord(name, f"{a_type(options)}, not an object")
     if taken := sorted(_OWN & options.keys()):
         raise BadRecord(name, f"{', '.join(taken)}, which a run says and no record")
     return options
@@ -152,7 +153,7 @@ def _messages(column: str, value: Any) -> list[Message]:
 
 def _message(column: str, number: int, value: Any) -> Message:
     if not isinstance(value, dict):
-        raise BadRecord(column, f"message {number} is a {type(value).__name__}, not a role and its content")
+        raise BadRecord(column, f"message {number} is {a_type(value)}, not a role and its content")
     message: Message = {str(_KEY_OF.get(key, key)): inner for key, inner in value.items()}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
@@ -162,7 +163,7 @@ def _message(column: str, number: int, value: Any) -> Message:
     if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in parts):
         raise BadRecord(column, f"message {number} ({role}) has a part that is no text")
     if not isinstance(content, str | list | None):
-        raise BadRecord(column, f"the content of message {number} ({role}) is a {type(content).__name__}, not text")
+        raise BadRecord(column, f"the content of message {number} ({role}) is {a_type(content)}, not text")
     empty = not parts if isinstance(content, list) else not (content or "").strip()
     if empty and all(is_empty(message.get(key)) for key in SAYS) and role in ("user", ASSISTANT):
         raise BadRecord(column, f"message {number} ({role}) is empty")
@@ -175,7 +176,7 @@ def _message(column: str, number: int, value: Any) -> Message:
 
 def _check_call(column: str, number: int, call: Any) -> None:
     if not isinstance(call, dict):
-        raise BadRecord(column, f"a tool call of message {number} is a {type(call).__name__}, not an object")
+        raise BadRecord(column, f"a tool call of message {number} is {a_type(call)}, not an object")
     inner = call.get("function", call)
     if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
         try:

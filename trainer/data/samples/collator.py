@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, a_type
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -34,7 +34,7 @@ def _sample(collator: Collator, record: Any, number: int) -> dict[str, list[int]
     except Exception as error:  # a caller's function may raise anything
         raise _refused(collator, number, f"{type(error).__name__}: {str(error)[:300]}") from error
     if not isinstance(batch, Mapping):
-        raise _refused(collator, number, f"a {type(batch).__name__}, not a dict of columns")
+        raise _refused(collator, number, f"{a_type(batch)}, not a dict of columns")
     found = {name: np.asarray(batch[name]) for name in _TAKEN if batch.get(name) is not None}
     others = [name for name, value in batch.items() if name not in _TAKEN and value is not None]
     wrong = [f"{name} of shape {list(values.shape)}" for name, values in found.items() if values.shape[:1] != (1,)]

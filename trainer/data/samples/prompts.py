@@ -1,13 +1,14 @@
 """Prompts to answer, texts or conversations, read from a file; and their tokens."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.samples.template_trial import try_template
-from shardwright.errors import UserError
+from shardwright.errors import UserError, fault, nearest_beside
 
 MOST = 1000  # most prompts of a file: they are answered at each evaluation, and read by a person
 Prompt = str | list[dict[str, Any]]
@@ -21,7 +22,7 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _refused(path, f"{type(error).__name__}: {error}") from error
+        raise _refused(path, fault(error)) from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 0 < len(lines) <= MOST:
         raise _refused(path, f"{len(lines)} lines with text; 1 to {MOST} can be answered")
@@ -78,5 +79,6 @@ def _refused(path: str, found: str) -> UserError:
         asked=f"--sample_prompts {path}",
         found=found,
         why="its prompts are answered at each evaluation",
-        instead='a file with a prompt a line, or lines such as {"messages": [{"role": "user", "content": "Hello"}]}',
+        instead=nearest_beside(path) * (not os.path.exists(path))
+        + 'a file with a prompt a line, or lines such as {"messages": [{"role": "user", "content": "Hello"}]}',
     )

@@ -31,6 +31,7 @@ from shardwright.data.samples.taught import taught_values
 from shardwright.data.samples.template import Rendering, Template, Turn
 from shardwright.data.samples.tokens import Tokens, as_written
 from shardwright.data.tokenizer import plain_tokens, special_ids
+from shardwright.errors import a_type
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import BAD, GOOD, KTO, LOST_NULLS, RecordShape
 from shardwright.objectives.sft import MASKS
@@ -146,7 +147,7 @@ class Encoder:
             if is_empty(value := values.get(name)):
                 continue
             if name not in KTO:
-                raise BadRecord(name, f"a {type(value).__name__} for the model to see, and a run trains on text alone")
+                raise BadRecord(name, f"{a_type(value)} for the model to see, and a run trains on text alone")
             if isinstance(value, bool):
                 found = (
                     f"{value}: a record of KTO's, whose answer is a good one or a bad one, and sft would train on both"
@@ -272,7 +273,7 @@ class Encoder:
     def _instruction(self, values: Mapping[str, Any], unread: Counter[str]) -> Draft:
         for name in ("instruction", "output", "input", "system"):
             if not isinstance(values.get(name, ""), str):
-                raise BadRecord(name, f"a {type(values[name]).__name__}, not text")
+                raise BadRecord(name, f"{a_type(values[name])}, not text")
         if not self.tokenizer.chat_template:
             if values.get("history"):
                 raise BadRecord("history", "earlier turns, and the tokenizer has no chat template to write them")

@@ -1,0 +1,48 @@
+"""A split that is not called train: named behind the dataset, with the held-out split that goes with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwright.data.records.document_stream import find_stream
+from shardwright.data.records.documents import find_documents
+from shardwright.data.records.record_sources import HubDataset, locate, pick_splits
+from shardwright.errors import UserError
+
+NAMED = {"train_sft": 12, "test_sft": 3, "train_gen": 5, "test_gen": 2}  # of ultrachat_200k, and rows of each here
+
+
+def write_splits(folder: Path) -> str:
+    for name, count in NAMED.items():
+        path = folder / "data" / f"{name}-00000-of-00001.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(count)))
+    return str(folder)
+
+
+def test_a_split_is_named_behind_the_dataset_and_what_is_held_out_follows(tmp_path: Path) -> None:
+    folder = write_splits(tmp_path / "dataset")
+    documents = find_documents(f"{folder}#train_sft")
+    read = documents.read(tmp_path / "scratch")
+    assert {name: len(split) for name, split in read.items()} == {"train": 12, "heldout": 3}
+    assert {text.split()[0] for text in read["heldout"]["text"]} == {"test_sft"}
+    stream = find_stream(f"{folder}#train_gen")
+    assert stream.heldout is not None
+    assert [text for _, text in stream.heldout.documents()] == ["test_gen 0", "test_gen 1"]
+    assert find_documents(f"{folder}#train_gen").fingerprint != documents.fingerprint
+    assert locate("some/id@main:config#train_sft") == HubDataset(
+        "--dataset some/id@main:config#train_sft", "some/id", "main", "config", "train_sft"
+    )
+    with pytest.raises(UserError, match="no file of that split"):
+        find_documents(f"{folder}#train_pft")
+
+
+def test_a_dataset_without_a_split_called_train_offers_those_that_it_has() -> None:
+    assert pick_splits(NAMED, "--dataset id", "train_sft") == ["train_sft", "test_sft"]
+    assert pick_splits(["train_sft", "test"], "--dataset id", "train_sft") == ["train_sft", "test"]
+    with pytest.raises(UserError) as refused:
+        pick_splits(NAMED, "--dataset id")
+    assert refused.value.instead == "--dataset id#train_gen, or --dataset id#train_sft, or --dataset id#test_gen"

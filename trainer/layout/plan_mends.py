@@ -1,0 +1,178 @@
+"""Changes to a recipe that a refusal offers. Each was tried: with it the recipe has a plan, or gets further."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import islice
+
+from torch import nn
+
+from shardwright.errors import UserError
+from shardwright.layout.patterns import shared_patterns
+from shardwright.layout.placement import Shard
+from shardwright.layout.plan_checks import collapse
+from shardwright.layout.recipe import Layout, Recipe, layout_source, matches
+
+_OFFERED = 3  # meshes in a message
+_LINES = 2  # changes of lines in a message
+_TRIED = 64  # meshes; a plan of a large model takes some ten milliseconds
+_MERGED = 40  # lines, beyond which merging them takes too long
+_NEAR = 0.8  # difflib's ratio of two patterns, from which one is a misspelling of the other
+_BREAK = "\n           "
+_REGEX = re.compile(r"[\\()|+^${}]")  # in no glob of a parameter's name
+
+
+class Mends:
+    """Offers for one recipe, model and number of devices. ``refusal`` is the error of a changed recipe, if any."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        devices: int,
+        refusal: Callable[[Recipe, int], UserError | None],
+    ) -> None:
+        self._recipe, self._model, self._devices, self._refusal = recipe, model, devices, refusal
+        self._names = dict(model.named_parameters(remove_duplicate=False))
+
+    def mesh(self) -> str:
+        """Meshes of the same axes with which there is a plan, as options; empty if there is none."""
+        fits = (m for m in self._recipe.mesh.fitting(self._devices) if m != self._recipe.mesh)
+        good = (
+            mesh
+            for mesh in islice(fits, _TRIED)
+            if self._refusal(replace(self._recipe, mesh=mesh), self._devices) is None
+        )
+        return ", or ".join(mesh.option for mesh in islice(good, _OFFERED))
+
+    def count(self, devices: int) -> str:
+        """``N devices``, if the recipe as it is has a plan on so many; else nothing."""
+        return f"{devices} devices" if devices > 0 and self._refusal(self._recipe, devices) is None else ""
+
+    def fewer(self) -> str:
+        """The most devices below these on which the recipe as it is has a plan; empty if there are none."""
+        counts = range(self._devices - 1, max(0, self._devices - 1 - _TRIED), -1)
+        return next(filter(None, map(self.count, counts)), "")
+
+    def missing(self, unmatched: Collection[str], unused: Collection[str]) -> str:
+        """Lines for the parameters ``unmatched``, or the spelling that a line of ``unused`` may have meant."""
+        lines = self._merged(self._auto(unmatched), unmatched)
+        known = [*self._merged({name: {} for name in unmatched}, unmatched), *lines, *map(collapse, unmatched)]
+        for pattern in unused:
+            if near := difflib.get_close_matches(pattern, known, n=1, cutoff=_NEAR):
+                return f"did you mean {near[0]!r} by {pattern!r}, which matches nothing?"
+        title = "the line " if len(lines) == 1 else f"these lines, as recipe auto has them:{_BREAK}"
+        return title + f",{_BREAK}".join(_line(*each) for each in lines.items())
+
+    def of_regex(self, pattern: str, unmatched: Collection[str]) -> tuple[str, str] | None:
+        """What an idle ``pattern`` would match if read otherwise, and lines for that; None: nothing either."""
+        how, meant = _meant(pattern, self._names)
+        wanted = [name for name in meant if name in unmatched] or meant
+        if not wanted:
+            return None
+        lines = self._merged(dict.fromkeys(wanted, self._table[pattern]), wanted)
+        said = f"{how} it would match {len(meant)} parameter{'s' * (len(meant) > 1)}"
+        return said, self._in_place(pattern, lines)
+
+    def narrowed(self, patterns: Collection[str]) -> str:
+        """The broadest of ``patterns``, which match one parameter, without those that the others match."""
+        hits = {each: [name for name in self._names if matches(each, name)] for each in patterns}
+        broad = max(hits, key=lambda each: len(hits[each]))
+        others = {name for each in hits if each != broad for name in hits[each]}
+        rest = [name for name in hits[broad] if name not in others]
+        if not rest:
+            return f"no line {broad!r}"
+        return self._in_place(broad, self._merged(dict.fromkeys(rest, self._table[broad]), rest))
+
+    def elsewhere(self, names: Collection[str], axes: Sequence[str], most: int = _LINES) -> str:
+        """The lines of ``names``, and of those tied to them, with ``axes`` on other dimensions, or with fewer axes."""
+        same = {id(self._names[name]) for name in names}
+        lines = {}
+        for other in (name for name, parameter in self._names.items() if id(parameter) in same):
+            lines |= {pattern: line for pattern, line in self._table.items() if matches(pattern, other)}
+        good, further, seen = [], [], [lines]
+        for change in _changes(axes, min(self._names[name].dim() for name in names)):
+            changed = {pattern: change(line) for pattern, line in lines.items()}
+            if changed in seen:
+                continue
+            seen.append(changed)
+            refusal = self._refusal(self._with_lines(changed), self._devices)
+            text = f",{_BREAK}".join(_line(*each) for each in changed.items())
+            if refusal is None:
+                good.append(text)
+            elif not any(name in refusal.asked for name in names):
+                further.append(text)
+        return (f", or{_BREAK}" if len(lines) > 1 else ", or ").join((good or further)[:most])
+
+    @property
+    def _table(self) -> dict[str, Layout]:
+        return {**self._recipe.parameters, **self._recipe.optional}
+
+    def _with_lines(self, lines: Mapping[str, Layout]) -> Recipe:
+        """The recipe with other layouts on some of its lines."""
+        tables = (self._recipe.parameters, self._recipe.optional)
+        parameters, optional = ({p: lines.get(p, line) for p, line in table.items()} for table in tables)
+        return replace(self._recipe, parameters=parameters, optional=optional)
+
+    def _auto(self, names: Collection[str]) -> dict[str, Layout]:
+        """The layouts that recipe auto would give on this mesh; replicated, where the model is not transformers'."""
+        from transformers import PreTrainedModel
+
+        if not isinstance(self._model, PreTrainedModel):
+            return {name: {} for name in names}
+        from shardwright.layout.auto import kinds_of
+
+        kinds = kinds_of(self._model, self._recipe.mesh.sizes(self._devices))
+        return {name: kinds[collapse(name)] for name in names}
+
+    def _merged(self, layouts: Mapping[str, Layout], wanted: Collection[str]) -> dict[str, Layout]:
+        """``layouts`` of the parameters ``wanted`` by few patterns, which match no other parameter."""
+        others = {collapse(name) for name in self._names if name not in wanted}
+        lines: dict[str, object] = dict.fromkeys(others)  # None: not to be matched
+        layout_of = {}
+        for name in wanted:
+            kind = name if collapse(name) in others else collapse(name)
+            layout_of[kind] = layouts[name]
+            lines[kind] = layout_source(layouts[name])
+        if len(layout_of) > _MERGED:
+            return layout_of
+        # alike lines of other parameters must not be merged with one another, or they would take part
+        unlike = {kind: (kind if line is None else "", line) for kind, line in lines.items()}
+        found = {pattern: line for pattern, (_, line) in shared_patterns(unlike).items() if line is not None}
+        by_source = {layout_source(layout): layout for layout in layout_of.values()}
+        return {pattern: by_source[str(source)] for pattern, source in found.items()}
+
+    def _in_place(self, pattern: str, lines: Mapping[str, Layout]) -> str:
+        shown = f",{_BREAK}".join(_line(*each) for each in lines.items())
+        return f"in place of {pattern!r}:{_BREAK if len(lines) > 1 else ' '}{shown}"
+
+
+def _line(pattern: str, layout: Layout) -> str:
+    return f'"{pattern}": {layout_source(layout)}'
+
+
+def _changes(axes: Sequence[str], rank: int) -> Iterator[Callable[[Layout], Layout]]:
+    """Changes of a layout: ``axes`` on each dimension, without the last or another of them, without any."""
+    for dim in reversed(range(rank)):
+        yield lambda line, dim=dim: {a: Shard(dim) if a in axes else placement for a, placement in line.items()}
+    for out in [*([axis] for axis in reversed(axes)), list(axes)]:
+        yield lambda line, out=out: {a: placement for a, placement in line.items() if a not in out}
+
+
+def _meant(pattern: str, names: Iterable[str]) -> tuple[str, list[str]]:
+    """How a pattern that matches nothing as a glob may have been meant, and what it would match so."""
+    names = list(names)
+    try:
+        as_regex = re.compile(pattern)
+    except re.error:
+        pass
+    else:
+        tests = [as_regex.fullmatch, *([as_regex.search] if _REGEX.search(pattern) else [])]
+        for test in tests:
+            if found := [name for name in names if test(name)]:
+                return "as a regular expression", found
+    return "with a * that crosses dots", [name for name in names if fnmatchcase(name, pattern)]
