@@ -22,7 +22,7 @@ from shardwright.layout.plan import ShardingPlan
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
