@@ -41,12 +41,15 @@ def subject_of(job: Job) -> Subject:
     """Raises UserError if the model can't be shrunk."""
     config = small_config(job)
     recipe = {name: value for name, value in job.recipe.as_dict().items() if name not in ("name", "model")}
+    recipe["compute"] = {**recipe["compute"], "remat": ""}  # it changes no number, and `auto` is resolved in a run
     defaults = {each.name: each.default for each in fields(job.args)}
     options = {
         name: value
         for name, value in job.args.as_dict().items()
         if name not in _OTHER and value != defaults[name] and value != ""
     }
+    if options.get("gradient_accumulation_steps"):
+        options["gradient_accumulation_steps"] = 2  # several; a run that goes on elsewhere may have another number
     values = config.to_dict()
     for name in ("transformers_version", "_name_or_path", "architectures", "dtype"):
         values.pop(name, None)
@@ -54,16 +57,11 @@ def subject_of(job: Job) -> Subject:
     return Subject(digest([content[0]]), options, str(values["model_type"]), digest([content[1]]))
 
 
-def folder() -> Path:
-    """The folder of all certificates; made if need be."""
-    found = cache_root() / FOLDER
-    found.mkdir(exist_ok=True)
-    return found
-
-
 def write(subject: Subject, content: dict[str, Any], page: str) -> tuple[Path, Path]:
     """Writes the certificate as JSON and as a page, each whole or not at all; returns their paths."""
-    paths = folder() / f"{subject.key}.json", folder() / f"{subject.key}.html"
+    folder = cache_root() / FOLDER
+    folder.mkdir(exist_ok=True)
+    paths = folder / f"{subject.key}.json", folder / f"{subject.key}.html"
     for path, text in zip(paths, (json.dumps(content, indent=2) + "\n", page), strict=True):
         made = path.with_suffix(f".{os.getpid()}")
         made.write_text(text, encoding="utf-8")
@@ -75,7 +73,7 @@ def said_of(job: Job) -> str | None:
     """A line for a run's start on the certificate of its recipe, options and model; None: it can have none."""
     try:
         subject = subject_of(job)
-        path = folder() / f"{subject.key}.json"
+        path = cache_root() / FOLDER / f"{subject.key}.json"
     except (UserError, OSError):
         return None
     found: Any = None

@@ -1,5 +1,6 @@
 """The command behind `scripts/prove.py`: proves a run's recipe on a small model, and leaves a certificate."""
 
+import dataclasses
 import datetime
 import os
 import time
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 from shardwright.arguments.training import TrainingArguments
+from shardwright.data.rows.mixture import shapes_of
 from shardwright.hosts.versions import versions
 from shardwright.job import Job
 from shardwright.prove import certificate, layouts
@@ -35,6 +37,8 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
     """
     started = time.monotonic()
     check_provable(args)
+    if not all(shape.is_text for shape in shapes_of(args.dataset, args.reads)):
+        args = dataclasses.replace(args, isolate_documents=True)  # as a run does
     run = Job.resolve(args, lambda: devices)
     subject = certificate.subject_of(run)
     small = small_job(run)

@@ -1,6 +1,6 @@
 """Our side of a proof: the run's own step on virtual devices, in the code that a TPU runs, and what it leaves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def _own(plan: ShardingPlan, placed: Tensors) -> Tensors:
     return dict(unstacked(plan, placed))
 
 
-def unstacked(plan: ShardingPlan, placed: Tensors):  # type: ignore[no-untyped-def]
+def unstacked(plan: ShardingPlan, placed: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields (the model's own name, values on the CPU), fetching one placed tensor at a time."""
     for name, tensor in placed.items():
         members = plan.members(name)

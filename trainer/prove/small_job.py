@@ -31,7 +31,6 @@ _NO_REFEREE = {
     "router_bias_update_rate": "transformers moves no biases of routers",
     "label_smoothing_factor": "transformers' models have no such loss of their own",
     "z_loss": "transformers' models have no such loss of their own",
-    "on_spike": "a step that is left out has no counterpart",
 }
 PAIRS = ("dpo", "ipo", "orpo", "simpo")  # objectives with a formula in shardwright.prove.formulas
 _OF_DPO = ("loss_type", "loss_weights", "label_smoothing", "f_divergence_type")  # of which the plain loss is proved
@@ -64,7 +63,7 @@ class SmallJob:
 
 
 def small_job(run: Job) -> SmallJob:
-    """The job that proves ``run``. Raises UserError for options that no referee computes, or a model that can't shrink."""
+    """The job that proves ``run``; UserError for options that no referee computes, or a model that can't shrink."""
     check_provable(run.args)
     config = small_config(run)
     mesh = small_mesh(run.plan.mesh)
@@ -161,7 +160,7 @@ def small_config(run: Job) -> PretrainedConfig:
 
 
 def small_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Axis → devices, at most :data:`DEVICES` together where that is possible: an axis that splits goes on splitting."""
+    """Axis → devices, at most :data:`DEVICES` together where that can be: an axis that splits goes on splitting."""
     small = {axis: 1 << (size.bit_length() - 1) for axis, size in sizes.items()}
     while math.prod(small.values()) > DEVICES and max(small.values()) > 2:
         small[max(small, key=lambda axis: small[axis])] //= 2

@@ -106,7 +106,7 @@ def differences(
 
 
 def relative(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
-    """The relative difference (2-norm); relative to ``floor`` where theirs is smaller; infinite where one is missing."""
+    """The relative difference (2-norm), relative to ``floor`` where theirs is smaller; infinite if one is missing."""
     if ours is None or theirs is None:
         given = ours if theirs is None else theirs
         return math.inf if given is not None and bool(given.any()) else 0.0
