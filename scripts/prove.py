@@ -55,7 +55,10 @@ def main() -> int:
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        return prove(args, own.devices, Terminal(), Path(folder))
+        console = Terminal()
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console = Terminal(width=200)
+        return prove(args, own.devices, console, Path(folder))
 
 
 if __name__ == "__main__":

@@ -24,17 +24,18 @@ def plan_findings(plan: ShardingPlan) -> Iterator[str]:
     yield from plan_warnings(plan)
     held = sum(entry.bytes_per_device for entry in plan.parameters)
     wasted: Counter[str] = Counter()
-    said: dict[str, str] = {}
+    largest: dict[str, tuple[int, str]] = {}  # pattern → (bytes, text) of its largest parameter
     for entry in plan.parameters:
         axes = [axis for axis, count in plan.mesh.items() if count > 1 and axis not in entry.layout]
         cut = _could_be_cut(entry, plan, axes)
         if cut is not None and entry.layout:  # what is wholly replicated is among the warnings
             axis, dim, shape = cut
             wasted[entry.pattern] += entry.bytes_per_device
-            said[entry.pattern] = f"each device along {axis} holds the same; dimension {dim} of {shape} could be cut"
+            text = f"each device along {axis} holds the same; dimension {dim} of {shape} could be cut"
+            largest[entry.pattern] = max(largest.get(entry.pattern, (0, "")), (entry.bytes_per_device, text))
     for pattern, count in wasted.most_common():
         if count > _SHARE * held:
-            yield f"{pattern}: {said[pattern]} ({size(count)} of {size(held)} a device)"
+            yield f"{pattern}: {largest[pattern][1]} ({size(count)} of {size(held)} a device)"
 
 
 def _could_be_cut(entry: ParameterPlan, plan: ShardingPlan, axes: list[str]) -> tuple[str, int, list[int]] | None:
