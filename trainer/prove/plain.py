@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,6 +219,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-Runs = Callable[[torch.dtype], Trajectory]

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwright.arguments.adapter_options import PACKED, SAME
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError, in_short
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
@@ -67,7 +67,7 @@ def small_job(run: Job) -> SmallJob:
     check_provable(run.args)
     config = small_config(run)
     mesh = small_mesh(run.plan.mesh)
-    args, more = _small_args(run.args), {}
+    args = _small_args(run.args)
     if args.gradient_accumulation_steps > 1 and args.entry.parts:
         raise unproved(
             f"--objective {args.objective} with --gradient_accumulation_steps",
@@ -80,12 +80,12 @@ def small_job(run: Job) -> SmallJob:
     except UserError as error:
         raise unproved(error.asked, error.found, error.why, error.instead) from error
     recipe = _small_recipe(run, facts, Mesh(**mesh))
-    compute = {"dtype": "float32"}
+    more: dict[str, Any] = {"dtype": "float32"}
     if recipe.compute.remat == "auto":
         more["remat"] = "full"
     if recipe.compute.experts == "capacity" and facts.routing is not None:  # nothing is dropped, as in the plain model
         more["capacity_factor"] = facts.routing[1] / facts.routing[0]
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute, **more))
+    recipe = replace(recipe, compute=replace(recipe.compute, **more))
     try:
         job = Job(recipe, args, math.prod(mesh.values()), facts)
     except UserError as error:
@@ -94,8 +94,8 @@ def small_job(run: Job) -> SmallJob:
 
 
 def in_bfloat16(run: Job) -> bool:
-    """Whether the run computes in bfloat16, on a TPU."""
-    return run.recipe.compute.dtype in (None, "bfloat16")
+    """Whether bfloat16 is asked for; a recipe that says nothing computes in it on a TPU alone."""
+    return run.recipe.compute.dtype == "bfloat16"
 
 
 def check_provable(args: TrainingArguments) -> None:
@@ -167,7 +167,7 @@ def small_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
     return small
 
 
-def _small_args(args: Any) -> Any:
+def _small_args(args: Settings) -> Settings:
     length = PAIR_LENGTH if args.entry.parts else LENGTH
     more: dict[str, Any] = {"lora_r": min(args.lora_r, _RANK)} if args.lora_r is not None else {}
     if args.rank_pattern is not None:
