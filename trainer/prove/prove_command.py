@@ -113,7 +113,7 @@ def as_json(
 ) -> dict[str, Any]:
     """The certificate."""
     own = [each for each in found if each.allowed != float("inf")]
-    worst = {}
+    worst: dict[str, Difference] = {}
     for each in own:
         if each.quantity not in worst or each.share > worst[each.quantity].share:
             worst[each.quantity] = each

@@ -79,7 +79,7 @@ def small_job(run: Job) -> SmallJob:
         facts = facts_of(config)
     except UserError as error:
         raise unproved(error.asked, error.found, error.why, error.instead) from error
-    recipe = _small_recipe(run, facts, Mesh(**mesh))
+    recipe = _small_recipe(run, facts, Mesh(dcn=None, **mesh))
     more: dict[str, Any] = {"dtype": "float32"}
     if recipe.compute.remat == "auto":
         more["remat"] = "full"

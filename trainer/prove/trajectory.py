@@ -90,16 +90,16 @@ def differences(
                 allowed = _allowed(abs(c - b) / max(abs(b), 1e-30), tolerances[quantity])
                 off = abs(a - b) / max(abs(b), 1e-30)
                 found.append(Difference(quantity, f"step {step}", off if math.isfinite(off) else math.inf, allowed))
-    for quantity, mine in ours.quantities().items():
+    noise = _noise(plain.gradients)
+    for quantity, tensors in ours.quantities().items():
         if quantity not in tolerances:
             continue
-        theirs = plain.quantities()[quantity]
-        own = _own_rounding(theirs, rounding.quantities()[quantity]) if rounding is not None else {}
-        noise = _noise(plain.gradients)
-        for name in sorted(mine.keys() | theirs.keys()):
+        expected = plain.quantities()[quantity]
+        own = _own_rounding(expected, rounding.quantities()[quantity]) if rounding is not None else {}
+        for name in sorted(tensors.keys() | expected.keys()):
             allowed = _allowed(own.get(_kind(name), 0.0), tolerances[quantity])
-            off = relative(mine.get(name), theirs.get(name), _floor(theirs))
-            if name in noise and name in mine and name in theirs:
+            off = relative(tensors.get(name), expected.get(name), _floor(expected))
+            if name in noise and name in tensors and name in expected:
                 allowed = math.inf if quantity != "gradient" else max(allowed, tolerances[quantity][1])
             found.append(Difference(quantity, name, off, allowed))
     return found
