@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "say what loads of a checkpoint, before it is fetched, and on which slice it trains",
     "port": "translate a published command or YAML file of another trainer",
     "data": "read all of a dataset as a run would, and say what would train wrongly",
+    "prove": "train a shrunk model beside the plain one, and certify the recipe",
     "compile": "compile the step for a TPU that need not be here, and say whether it fits",
     "export": "write a checkpoint in the hub's format",
     "evaluate": "measure a model by lm-evaluation-harness's tasks, on its mesh",

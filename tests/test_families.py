@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.models.tiny import LEFT_OUT, shown_layers, tiny_config
 from shardwright.scripts.measure import against_plain, families
-from shardwright.scripts.measure.tiny import LEFT_OUT, shown_layers, tiny_config
 from tests.support.fork_server import run
 from tests.support.paths import ROOT
 

@@ -22,7 +22,7 @@ from shardwright.files.folder import Folder
 from shardwright.files.lock import FolderLock
 from shardwright.job import Job
 from shardwright.model.meta_model import meta_model
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from tests.support.fork_server import run
 from tests.support.paths import ROOT
 

@@ -43,6 +43,7 @@ from shardwright.model.lora_options import check_same, described, stored_said
 from shardwright.monitoring.callbacks import open_trackers
 from shardwright.monitoring.messages import check_steps_left, next_commands
 from shardwright.monitoring.run_page import PAGE
+from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.step import auto_remat, train_step
 from shardwright.weights import mtp
@@ -388,6 +389,8 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
         say(console, f"         transformers' own class; the code that its repository brings ({own}) is not run")
     for text in job.notices:
         say(console, f"         {text}")
+    if (proof := certificate.said_of(job)) is not None:
+        say(console, f"proof:   {proof}")
     if job.args.recipe == AUTO:
         made = auto_recipe(job.model, job.facts.experts, job.args.mesh, job.devices)
         for pattern, text in made.undivided.items():

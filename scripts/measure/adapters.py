@@ -28,7 +28,7 @@ from shardwright.files.folder import Folder
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.model.peft_config import CONFIG, WEIGHTS, read_config
 from shardwright.models.adapters.lora import A0, B0
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.weights.adapter_weights import merge_factors, seeded_factors
 from shardwright.weights.peft_files import AdapterFiles, save_adapter
 from shardwright.weights.peft_layout import hub_parts

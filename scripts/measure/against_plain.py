@@ -5,14 +5,13 @@ import math
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch_xla
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.arguments.training import Settings
 from shardwright.errors import UserError, in_short
@@ -22,11 +21,12 @@ from shardwright.layout.plan import ShardingPlan
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
+from shardwright.prove.plain import eager_model, randomise
+from shardwright.prove.sharded import unstacked
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
-from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import init_runtime
@@ -54,36 +54,13 @@ def plain(family: str) -> Plain | dict[str, Any]:
     init_runtime()
     try:
         config = tiny_config(family)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.set_attn_implementation("eager")
-        if experts_modules(model):
-            model.set_experts_implementation("eager")
-        _randomise(model)
+        model = eager_model(config)
+        randomise(model)
         batch = _batch()
         loss, gradients = _gradients(model.train(), batch)
     except Exception as error:
         return {"verdict": "upstream", "cause": f"the plain model: {_where(error)}"}
     return Plain(config, model, batch, loss, gradients)
-
-
-def _randomise(model: PreTrainedModel) -> None:
-    """Random weights: matrices scaled by fan-in, so that every layer counts; all others moved off their first value."""
-    saved = model.state_dict().keys()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if name.endswith("A_log"):  # a state that lasts: most families' initial one is gone after a token
-                parameter.copy_(noise / 2 - 1)
-            elif parameter.dim() > 1 and (not parameter.any() or parameter.mean().abs() < parameter.std()):
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(noise / 10)
-        for name, buffer in model.named_buffers():
-            # buffers of more dimensions are computed from others, such as the decays of linear attention
-            if name in saved and buffer.is_floating_point() and buffer.dim() < 2:
-                buffer.add_(torch.randn_like(buffer) / 10)
-    model.tie_weights()
 
 
 def _batch() -> Tensors:
@@ -137,14 +114,6 @@ def _ours(job: Job, case: Plain) -> tuple[float, Tensors]:
     loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
     torch_xla.sync()
     return loss.item(), dict(unstacked(job.stored, found))
-
-
-def unstacked(plan: ShardingPlan, placed: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (the model's own name, values on the CPU), fetching one placed tensor at a time."""
-    for name, tensor in placed.items():
-        members = plan.members(name)
-        values = sharding.fetch(tensor.detach())
-        yield from zip(members, values.unbind() if members != [name] else [values], strict=True)
 
 
 def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:

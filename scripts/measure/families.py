@@ -60,7 +60,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     _FORKS.set_forkserver_preload(["shardwright.scripts.measure.against_plain"])
-    from shardwright.scripts.measure.tiny import LEFT_OUT, families
+    from shardwright.models.tiny import LEFT_OUT, families
 
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     results: Results = {(result["family"], result["mode"]): result for result in map(json.loads, lines)}
@@ -83,7 +83,7 @@ def main() -> int:
 
 def code_version() -> str:
     """The commit, and a hash of uncommitted changes to the code that trains."""
-    paths = ["models", "trainer", "scripts/measure/tiny.py"]
+    paths = ["models", "trainer"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     changes = subprocess.run(["git", "diff", "HEAD", "--", *paths], cwd=ROOT, capture_output=True).stdout
     return commit.strip() + (f"+{hashlib.sha256(changes).hexdigest()[:6]}" if changes else "")

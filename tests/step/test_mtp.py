@@ -20,7 +20,7 @@ from shardwright.layout.auto import auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
 from shardwright.models.ops.labels import IGNORE
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights

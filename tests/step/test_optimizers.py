@@ -30,7 +30,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan_table import held_by_a_device
 from shardwright.optimizers.muon import Muon
 from shardwright.optimizers.optimizer import Update
-from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.prove.sharded import unstacked
 from shardwright.step.build import place_model
 from shardwright.step.parameter_updates import lay_on
 from shardwright.step.train_step import TrainStep

@@ -17,7 +17,7 @@ from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Compute, Recipe
 from shardwright.models.experts.routing import routers
-from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.prove.sharded import unstacked
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.prepare_parameters import Prepare
 from shardwright.step.router_load import Routing, _order

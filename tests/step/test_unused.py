@@ -11,7 +11,7 @@ from shardwright.errors import UserError
 from shardwright.model import facts
 from shardwright.model.facts import facts_of
 from shardwright.model.unused_parameters import notice, unused_parameters
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.xla.device_mesh import build_mesh

@@ -23,7 +23,7 @@ from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import scores_texts
 from shardwright.models.experts.expert_families import experts_modules
-from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.prove.sharded import unstacked
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_step import EvalStep
 from shardwright.step.train_step import TrainStep

@@ -32,7 +32,7 @@ from shardwright.layout.plan import make_plan
 from shardwright.model.facts import ModelFacts
 from shardwright.model.lora_options import lora_of
 from shardwright.model.meta_model import load_config, meta_model
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.weights.hub_read import HubWeights, open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
 from tests.model.test_real_configs import REAL

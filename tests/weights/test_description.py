@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shardwright.layout.auto import UNMADE
 from shardwright.model.meta_model import load_config, meta_model
-from shardwright.scripts.measure.tiny import families, tiny_config
+from shardwright.models.tiny import families, tiny_config
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.tokenizer_files import tokenizer_files
 from tests.support.chats import CHATML, byte_tokenizer

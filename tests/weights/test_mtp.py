@@ -19,9 +19,9 @@ from shardwright.errors import UserError
 from shardwright.files.arrays import whole
 from shardwright.hosts.output_streams import exit_code
 from shardwright.model.meta_model import meta_model
+from shardwright.models.tiny import tiny_config
 from shardwright.run import train
 from shardwright.scripts import export as export_script
-from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import export
 from shardwright.weights.weight_files import WEIGHTS

@@ -17,8 +17,8 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.model import attention_probe, facts
 from shardwright.model.attention_probe import text_part_differs
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole, whole_model
+from shardwright.prove.sharded import unstacked
 from shardwright.run import train
-from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights import hub_read

@@ -33,8 +33,8 @@ from shardwright.layout.mesh import Mesh
 from shardwright.layout.plan_checks import collapse
 from shardwright.model.meta_model import config_of as config_of_values
 from shardwright.model.meta_model import meta_model
+from shardwright.models.tiny import tiny_config
 from shardwright.scripts import export as export_script
-from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.weights import hub_read
 from shardwright.weights.hub_write import ExportFormat, export, hub_tensors
 from shardwright.weights.quantize import SCHEMES, quantize

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
-from shardwright.scripts.measure.tiny import families, tiny_config
+from shardwright.models.tiny import families, tiny_config
 from shardwright.weights.weight_sources import seeded_init
 
 

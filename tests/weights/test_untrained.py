@@ -19,9 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from shardwright.arguments.training import TrainingArguments
 from shardwright.hosts.output_streams import exit_code
 from shardwright.model.meta_model import meta_model
+from shardwright.models.tiny import families, tiny_config
 from shardwright.run import train
 from shardwright.scripts import export as export_script
-from shardwright.scripts.measure.tiny import families, tiny_config
 from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.weight_files import WEIGHTS

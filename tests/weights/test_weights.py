@@ -13,7 +13,7 @@ from shardwright.layout.auto import auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.stacking import is_stacked
 from shardwright.model.meta_model import meta_model
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import place_parameters

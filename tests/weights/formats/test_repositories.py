@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from shardwright.files.arrays import whole
 from shardwright.model.meta_model import meta_model
-from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.models.tiny import tiny_config
 from shardwright.weights.hub_read import open_hub_weights
 from tests.support import quantized
 from tests.support.hub_models import save_theirs

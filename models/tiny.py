@@ -1,8 +1,9 @@
 """Tiny configs of transformers' causal language models: each family's own layers, narrow, and as few as show a pattern.
 
-Rules (:data:`_RULES`) shrink a family's default config: widths, heads, experts, windows. Its list of layer kinds is cut
-after the prefix and two periods. :data:`BY_HAND` has the values that rules can't know, :data:`LEFT_OUT` the families
-that are swept under another name or do not train on the next token.
+Rules (:data:`_RULES`) shrink a config: widths, heads, experts, windows. Its list of layer kinds is cut after the prefix
+and two periods. :data:`BY_HAND` has the values that rules can't know, :data:`LEFT_OUT` the families that are swept
+under another name or do not train on the next token. :func:`tiny_config` shrinks a family's default config, and
+:func:`shrunk` a real model's, with what is special to it.
 """
 
 import re
@@ -61,6 +62,8 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 64),
 ]
 
+# of a config, what tells of its files
+_OF_FILES = {"architectures", "auto_map", "dtype", "quantization_config", "transformers_version", "_name_or_path"}
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _MOE_OF_DEFAULT_NONE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -171,8 +174,52 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     Dropout and jitter are 0, so that the plain model and ours compute the same.
     """
     kind = CONFIG_MAPPING[family]
-    default, by_hand = kind(), {**BY_HAND.get(family, {}), **changes}
-    known = kind.__dataclass_fields__
+    return kind(**_small_values(kind(), {**BY_HAND.get(family, {}), **changes}))
+
+
+def shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` of a text model, tiny, with what is special to it: all values that are no sizes; heads of several
+    widths, or wider than the model; one head of keys, or one for each query; a dense layer before sparse ones.
+
+    Raises as transformers does where the values that are left don't fit together.
+    """
+    stated = {name: value for name, value in config.to_dict().items() if name not in _OF_FILES}
+    changes = {**BY_HAND.get(config.model_type, {}), **_special(config)}
+    values = stated | _small_values(config, changes)
+    return type(config).from_dict(_without_long_tables(values))
+
+
+def _special(config: PretrainedConfig) -> dict[str, Any]:
+    """Small values for those special cases that the rules would level."""
+    found = {name: value for name, value in vars(config).items() if isinstance(value, int) and value}
+    dims = {name: value for name, value in found.items() if re.fullmatch(r".*head_dim", name) and name != "qk_head_dim"}
+    heads, width = found.get("num_attention_heads", 0), found.get("hidden_size", 0)
+    least = min(dims.values(), default=0)
+    natural = len(set(dims.values())) == 1 and least * heads == width  # and then they need not be told apart
+    wide = len(set(dims.values())) == 1 and not natural
+    special: dict[str, Any] = {name: 32 if wide or value > least else 16 for name, value in dims.items()}
+    keys = found.get("num_key_value_heads")
+    if keys is not None:
+        special["num_key_value_heads"] = _HEADS if keys == heads else min(keys, 2)
+    if "first_k_dense_replace" in found:
+        special |= _MLP_THEN_EXPERTS
+    return {name: value for name, value in special.items() if name not in BY_HAND.get(config.model_type, {})}
+
+
+def _without_long_tables(values: dict[str, Any]) -> dict[str, Any]:
+    """``values``, with tables of factors for each frequency of a wide head cut to those of a narrow one."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return values
+    width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    count = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+    cut = {name: v[:count] if isinstance(v, list) and name.endswith("_factor") else v for name, v in rope.items()}
+    return values | {"rope_parameters": cut}
+
+
+def _small_values(default: PretrainedConfig, by_hand: dict[str, Any]) -> dict[str, Any]:
+    """The values of ``default`` that a tiny config has of its own, with those given ``by_hand``."""
+    known = type(default).__dataclass_fields__
     if "kv_lora_rank" in known:  # latent attention has a key head for each query head
         by_hand = {"num_key_value_heads": _HEADS, **by_hand}
     shrunk = {n: _shrunk(n, v) for n, v in vars(default).items() if n not in {"qk_head_dim", *by_hand}}
@@ -182,8 +229,7 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     lists = {n: v for n, v in vars(default).items() if isinstance(v, list) and len(v) == depth and n not in by_hand}
     if depth_name not in by_hand and depth_name:
         values[depth_name] = shown_layers([str(kinds) for kinds in zip(*lists.values(), strict=True)])
-    values |= {name: kinds[: values[depth_name]] for name, kinds in lists.items() if name in known}
-    return kind(**values)
+    return values | {name: kinds[: values[depth_name]] for name, kinds in lists.items() if name in known}
 
 
 def shown_layers(kinds: Sequence[str]) -> int:

@@ -1,0 +1,188 @@
+"""What a proof shrinks, refuses, checks of a layout, and leaves: a certificate that a run of the same kind finds."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoConfig, DeepseekV3Config, MixtralConfig
+
+from shardwright import Mesh, Recipe, Shard
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.hlo.text import parse
+from shardwright.errors import UserError
+from shardwright.job import Job
+from shardwright.models.tiny import shrunk
+from shardwright.prove import certificate, layouts
+from shardwright.prove.batches import make_batches
+from shardwright.prove.prove_command import prove
+from shardwright.prove.small_job import check_provable, small_job, small_mesh
+from tests.support.jobs import job_of
+from tests.support.paths import ROOT
+
+CONFIGS = ROOT / "docs" / "configs"
+TWICE = """HloModule step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %first = f32[8]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %same = f32[8]{0} copy(%first)
+  ROOT %second = f32[8]{0} all-reduce(%same), replica_groups=GROUPS, to_apply=%add
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+
+
+def resolved(recipe: str = "mixtral_ep", devices: int = 8, config: Any = None, **options: Any) -> Job:
+    return Job.resolve(TrainingArguments(recipe=recipe, **options), lambda: devices, config=config)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3_30b_a3b", {"head_dim": 32, "num_key_value_heads": 2}),  # heads wider than the model
+        ("llama3_8b", {"head_dim": 16, "tie_word_embeddings": False}),
+        ("gemma3_27b", {"num_hidden_layers": 12, "sliding_window": 8, "tie_word_embeddings": True}),
+        ("deepseek_v3", {"first_k_dense_replace": 1, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}),
+    ],
+)
+def test_a_shrunk_model_keeps_what_is_special_to_it(name: str, expected: dict[str, Any]) -> None:
+    config = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
+    small = shrunk(config)
+    assert {key: getattr(small, key) for key in expected} == expected
+    assert small.rope_parameters == config.rope_parameters
+    assert small.vocab_size == 256
+
+
+def test_a_head_of_keys_for_each_query_or_for_all_stays_so() -> None:
+    sizes = {"num_attention_heads": 32, "hidden_size": 4096}
+    kept = [shrunk(MixtralConfig(num_key_value_heads=count, **sizes)).num_key_value_heads for count in (32, 8, 1)]
+    assert kept == [4, 2, 1]
+    assert shrunk(DeepseekV3Config()).num_key_value_heads == 4
+
+
+def test_an_axis_that_splits_goes_on_splitting() -> None:
+    assert small_mesh({"fsdp": 32, "expert": 8}) == {"fsdp": 2, "expert": 4}
+    assert small_mesh({"data": 4, "fsdp": 8, "tensor": 1}) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert small_mesh({"fsdp": 6}) == {"fsdp": 4}
+
+
+def test_a_small_job_is_the_runs_own_but_for_its_sizes() -> None:
+    run = resolved(config=MixtralConfig(num_hidden_layers=4), devices=64, weight_decay=0.1, lora_r=16)
+    small = small_job(run)
+    assert small.job.recipe.parameters == run.recipe.parameters
+    assert small.job.args.weight_decay == 0.1
+    assert small.job.plan.mesh == {"fsdp": 2, "expert": 4}
+    assert ("rank", "16", "4") in small.smaller
+    assert ("hidden_size", "4096", "64") in small.smaller
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim": "muon"},
+        {"objective": "kto"},
+        {"objective": "dpo", "loss_type": "hinge"},
+        {"router_balance_coef": 0.1},
+        {"label_smoothing_factor": 0.1},
+        {"lora_r": 4, "base_dtype": "nf4"},
+    ],
+    ids=str,
+)
+def test_what_has_no_referee_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="it can't be proved") as refused:
+        check_provable(TrainingArguments(recipe="mixtral_ep", **options))
+    assert refused.value.code == 2
+
+
+def test_batches_of_pairs_have_answers_behind_the_same_prompt() -> None:
+    (batch,) = make_batches(small_job(resolved("llama_fsdp", objective="dpo")).job, 1)
+    starts = (batch["position_ids"] == 0) & (batch["segment_ids"] > 0)
+    for row in range(len(starts)):
+        chosen, rejected = (batch["input_ids"][row][batch["segment_ids"][row] == n].tolist() for n in (1, 2))
+        assert chosen[:2] == rejected[:2]
+        assert all(batch["labels"][row][starts[row]] == -100)
+
+
+def test_a_weight_that_an_axis_could_cut_is_named_and_one_that_is_cut_is_not() -> None:
+    recipe = Recipe(
+        mesh=Mesh(fsdp=-1, tensor=2),
+        batch=("fsdp",),
+        parameters={},
+        optional={".".join("*" * depth): {"tensor": Shard(0)} for depth in range(2, 7)},
+    )
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    found = list(layouts.plan_findings(job_of(recipe, config).plan))
+    assert any("along fsdp" in text and "[4096, 11008]" in text for text in found)
+    assert list(layouts.plan_findings(resolved("llama_fsdp").plan)) == []
+
+
+def test_a_sum_of_what_is_summed_already_is_named() -> None:
+    def found(groups: str) -> list[str]:
+        return list(layouts.summed_twice(parse(TWICE.replace("GROUPS", groups)), {"fsdp": 2, "tensor": 2}))
+
+    assert found("{{0,2},{1,3}}") == []  # along another axis
+    (text,) = found("{{0,1},{2,3}}")
+    assert "second" in text
+    assert "first" in text
+    assert len(found("{{0,1,2,3}}")) == 1
+
+
+def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_model() -> None:
+    run = resolved()
+    assert "none for this recipe" in str(certificate.said_of(run))
+    content = {"proved": True, "date": "2026-01-01", "versions": {}}
+    path, page = certificate.write(certificate.subject_of(run), content, "<p>")
+    assert json.loads(path.read_text()) == content
+    assert certificate.said_of(run) == f"proved on 2026-01-01 ({page})"
+    alike = resolved(max_steps=7, learning_rate=1e-3, compute="remat=0.5", devices=64)
+    assert certificate.said_of(alike) == certificate.said_of(run)
+    for other in ({"weight_decay": 0.1}, {"compute": "experts=capacity"}, {"mesh": "fsdp=4,expert=2"}, {"lora_r": 4}):
+        assert "none" in str(certificate.said_of(resolved(**other))), other
+    wide = MixtralConfig(
+        num_hidden_layers=2, hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2
+    )
+    assert "none" in str(certificate.said_of(resolved(config=wide)))
+    certificate.write(certificate.subject_of(run), {**content, "versions": {"torch": "2.0"}}, "")
+    assert "torch 2.9" in str(certificate.said_of(run))
+    certificate.write(certificate.subject_of(run), {**content, "proved": False}, "")
+    assert str(certificate.said_of(run)).startswith("NOT proved on 2026-01-01")
+
+
+@pytest.mark.slow
+def test_an_adapter_on_packed_samples_is_proved_beside_peft_and_the_page_says_so() -> None:
+    args = TrainingArguments(
+        recipe="llama_fsdp",
+        lora_r=8,
+        isolate_documents=True,
+        gradient_accumulation_steps=2,
+        compute="scan=False,remat=none,dtype=float32",
+    )
+    out = Console(file=io.StringIO(), width=200)
+    assert prove(args, 8, out) == 0
+    said = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "proved: " in said
+    run = Job.resolve(args, lambda: 8)
+    assert str(certificate.said_of(run)).startswith("proved on ")
+    (page,) = (certificate.cache_root() / certificate.FOLDER).glob("*.html")
+    text = page.read_text()
+    assert "PEFT 0.21.2" in text
+    assert "self_attn.q_proj.weight_lora_A" in text
+    assert "<link" not in text
+    content = json.loads(page.with_suffix(".json").read_text())
+    assert content["compared"]["gradient"]["count"] == 3 * 7 * 2  # layers, weights, factors
+    assert content["compared"]["gradient"]["worst"] < 1e-5

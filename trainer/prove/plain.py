@@ -1,0 +1,221 @@
+"""The plain side of a proof: transformers' own model, eager, whole, dropless, with torch's AdamW; LoRA is PEFT's."""
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
+
+from shardwright.job import Job
+from shardwright.model.peft_config import as_config
+from shardwright.models.adapters.lora import A0, B0, Lora
+from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.layers.decoder_layers import number_layers
+from shardwright.models.ops import random_bits, randomness
+from shardwright.models.ops.labels import scored_tokens
+from shardwright.prove.batches import Batch, apart
+from shardwright.prove.formulas import pair_loss
+from shardwright.prove.small_job import unproved
+from shardwright.prove.trajectory import Tensors, Trajectory
+from shardwright.step.parameter_updates import NO_DECAY
+from shardwright.weights.adapter_weights import beside, seeded_factors
+from shardwright.weights.peft_layout import factor_shapes, from_peft, peft_keys
+from shardwright.weights.weight_sources import Source, state_dict_weights
+
+_SAVED = ("inference_mode", "peft_type")  # what a config of a saved adapter says beside
+
+
+@dataclass
+class PlainModel:
+    """The reference of a job; every run of it begins at the same weights.
+
+    Attributes:
+        model: float32, never trained itself.
+        base: the values of transformers' model, under its own names.
+        factors: LoRA's first values, under ours; empty without.
+        keys: our name of a trained parameter → the reference's.
+    """
+
+    job: Job
+    model: nn.Module
+    base: Tensors
+    factors: Tensors = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> Source:
+        """The weights that our side begins with."""
+        weights, lora = state_dict_weights({k: v.clone() for k, v in self.base.items()}), self.job.lora
+        if lora is None:
+            return weights
+        begun, given = seeded_factors(self.job.adapted, lora, 0, weights), state_dict_weights(self.factors)
+        return beside(weights, lambda name: (begun if name.endswith((A0, B0)) else given)(name), lora.whole)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """The loss of a step: the mean over micro-batches, each divided by its share of the step's scored tokens."""
+        count, total = self.job.args.gradient_accumulation_steps, torch.zeros(())
+        tokens = None if count == 1 else scored_tokens(batch["labels"]) / count
+        for number in range(count):
+            rows = {name: values[number::count] for name, values in batch.items()}
+            key = torch.tensor(random_bits.key_of(f"{self.job.args.seed}/{step}/{number}"), dtype=torch.int32)
+            with randomness.drawing(key):
+                total = total + self._micro_batch(model, rows, tokens) / count
+        return total
+
+    def _micro_batch(self, model: nn.Module, batch: Batch, tokens: Tensor | None) -> Tensor:
+        rows = apart(batch) if "segment_ids" in batch else batch
+        inputs: dict[str, Any] = {**rows, "use_cache": False}
+        if hasattr(self.job.config, "output_router_logits"):
+            inputs["output_router_logits"] = self.job.router_loss
+            inputs.setdefault("attention_mask", torch.ones_like(rows["input_ids"]))
+        if tokens is not None:
+            inputs["num_items_in_batch"] = tokens
+        goal = self.job.args.goal
+        if not goal.parts:
+            return model(**inputs).loss
+        del inputs["labels"]
+        output = model(**inputs)
+        counts = batch["segment_ids"].amax(1)
+        said = torch.zeros(len(rows["input_ids"]))
+        if goal.reference is not None:
+            values = zip(batch[goal.reference], counts, strict=True)
+            said = torch.cat([row[: int(count)] for row, count in values])
+        loss = pair_loss(output.logits, rows, self.job.args.objective, goal.numbers, said)
+        router = self.job.config.router_aux_loss_coef * output.aux_loss if self.job.router_loss else 0.0
+        return loss + router
+
+    def run(self, batches: list[Batch], learning_rate: float, dtype: torch.dtype = torch.float32) -> Trajectory:
+        """One step of AdamW a batch. In bfloat16 parameters are rounded at the start: run but one step."""
+        model = _in(copy.deepcopy(self.model).train(), dtype)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        start = {name: p.detach().clone() for name, p in trained.items()}
+        optimizer = self._optimizer(model, trained, learning_rate)
+        found = Trajectory()
+        with _default_dtype(dtype if dtype == torch.float64 else torch.float32):
+            for step, batch in enumerate(batches, 1):
+                optimizer.zero_grad()
+                loss = self.loss(model, batch, step)
+                loss.backward()
+                gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+                if step == 1:
+                    found.gradients = self._ours({k: g.detach().clone() for k, g in gradients.items()})
+                found.losses.append(loss.item())
+                limit = self.job.args.max_grad_norm
+                norm = torch.nn.utils.clip_grad_norm_(trained.values(), limit if limit > 0 else torch.inf)
+                found.norms.append(norm.item())
+                optimizer.step()
+        changes = {name: p.detach() - start[name] for name, p in trained.items() if p.grad is not None}
+        state = {name: optimizer.state[p] for name, p in trained.items() if p.grad is not None}
+        first, second = ({k: v[key] for k, v in state.items()} for key in ("exp_avg", "exp_avg_sq"))
+        found.changes, found.moments = self._ours(changes), (self._ours(first), self._ours(second))
+        return found
+
+    def _optimizer(self, model: nn.Module, trained: Mapping[str, nn.Parameter], rate: float) -> torch.optim.AdamW:
+        args = self.job.args
+        decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))  # transformers' own rule
+        groups = [
+            {"params": [p for n, p in trained.items() if (n in decayed) == decays], "weight_decay": amount}
+            for decays, amount in ((True, args.weight_decay), (False, 0.0))
+        ]
+        betas = (args.adam_beta1, args.adam_beta2)
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, betas=betas, eps=args.adam_epsilon)
+
+    def _ours(self, tensors: Tensors) -> Tensors:
+        """Tensors under the reference's names and shapes → under ours."""
+        if not self.keys:
+            return tensors
+        saved = {_in_a_file(name): values for name, values in tensors.items()}
+        return {n: from_peft(n, saved[key], self.shapes[n]) for n, key in self.keys.items() if key in saved}
+
+
+def plain_model(job: Job) -> PlainModel:
+    """The reference of ``job``, with seeded weights. UserError: transformers or PEFT can't make it."""
+    model = eager_model(job.config)
+    randomise(model)
+    number_layers(model)
+    base = {name: values.clone() for name, values in model.state_dict().items()}
+    if job.lora is None:
+        return PlainModel(job, model, base)
+    peft, keys, shapes = _adapted(job, job.lora, model)
+    named = {_in_a_file(n): p.detach() for n, p in peft.named_parameters() if p.requires_grad}
+    factors = {n: from_peft(n, named[key], shapes[n]).contiguous().clone() for n, key in keys.items()}
+    return PlainModel(job, peft, base, factors, keys, shapes)
+
+
+def eager_model(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    if experts_modules(model):  # others know one way to run them
+        model.set_experts_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel) -> None:
+    """Random weights: matrices scaled by fan-in, so that every layer counts; all others moved off their first value."""
+    saved = model.state_dict().keys()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        if name.endswith("A_log"):  # a state that lasts: most families' initial one is gone after a token
+            parameter.copy_(noise / 2 - 1)
+        elif parameter.dim() > 1 and (not parameter.any() or parameter.mean().abs() < parameter.std()):
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(noise / 10)
+    for name, buffer in model.named_buffers():
+        # buffers of more dimensions are computed from others, such as the decays of linear attention
+        if name in saved and buffer.is_floating_point() and buffer.dim() < 2:
+            buffer.add_(torch.randn_like(buffer) / 10)
+    model.tie_weights()
+
+
+def _adapted(job: Job, lora: Lora, plain: PreTrainedModel) -> tuple[nn.Module, dict[str, str], Any]:
+    """PEFT's model around ``plain``, with factors of which none is zero; our names → PEFT's; and our shapes."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise unproved(
+            "--lora_r", "the package peft is not installed", "its factors are the reference", "pip install peft==0.21.2"
+        ) from error
+    said = as_config(lora, job.model, None, {})
+    config = LoraConfig(**{key: value for key, value in said.items() if key not in _SAVED})
+    with warnings.catch_warnings(action="ignore"):  # of names that it looks for elsewhere, and of transformers' own
+        peft = get_peft_model(plain, config)
+    with torch.no_grad():
+        for parameter in (p for p in peft.parameters() if p.requires_grad):
+            parameter.copy_((lora.dora and parameter.dim() == 1) * parameter + 0.1 * torch.randn_like(parameter))
+    return peft, peft_keys(lora, job.model, {}), factor_shapes(lora, job.model)
+
+
+def _in_a_file(name: str) -> str:
+    """PEFT's name of a parameter as it is saved."""
+    replaced = ((".modules_to_save", ""), (".default", ""), ("_vector.weight", "_vector"))
+    return functools.reduce(lambda text, pair: text.replace(*pair), replaced, name)
+
+
+def _in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` in ``dtype``; in bfloat16 its parameters alone, as transformers loads one."""
+    if dtype != torch.bfloat16:
+        return model.to(dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """For tensors that a model makes, such as the scalar that it masks with."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,192 @@
+"""The command behind `scripts/prove.py`: proves a run's recipe on a small model, and leaves a certificate."""
+
+import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.rows.mixture import shapes_of
+from shardwright.hosts.versions import versions
+from shardwright.job import Job
+from shardwright.prove import certificate, layouts
+from shardwright.prove.batches import make_batches
+from shardwright.prove.plain import PlainModel, plain_model
+from shardwright.prove.sharded import run_sharded
+from shardwright.prove.small_job import STEPS, SmallJob, check_provable, in_bfloat16, small_job
+from shardwright.prove.trajectory import COARSE, Difference, differences
+from shardwright.report.lines import say, waiting
+from shardwright.report.proof_report import ProofView, print_proof, proof_page
+from shardwright.report.units import size
+from shardwright.xla.runtime import init_runtime
+
+NOT_PROVED = 3  # the exit code
+_BFLOAT16 = "bfloat16 "  # in front of a quantity
+
+
+def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | None = None) -> int:
+    """Prove the run that ``args`` describe on ``devices`` devices; returns the exit code.
+
+    ``dump`` is the folder to which XLA writes its programs, if it was told to. Raises UserError for what can't be.
+    """
+    started = time.monotonic()
+    check_provable(args)
+    if not all(shape.is_text for shape in shapes_of(args.dataset, args.reads)):
+        args = dataclasses.replace(args, isolate_documents=True)  # as a run does
+    run = Job.resolve(args, lambda: devices)
+    subject = certificate.subject_of(run)
+    small = small_job(run)
+    say(
+        console,
+        f"model:   {type(run.model).__name__}, {run.facts.parameters:,} parameters; "
+        f"shrunk to {small.job.facts.parameters:,} in {small.job.config.num_hidden_layers} layers",
+    )
+    sizes = (" × ".join(f"{axis}={count}" for axis, count in job.plan.mesh.items()) for job in (run, small.job))
+    say(console, f"mesh:    {' shrunk to '.join(dict.fromkeys(sizes))}")
+    prepare_devices(small.job.devices)
+    found = compare(small, console)
+    took = time.monotonic() - started
+    notes = list(layouts.plan_findings(run.plan))
+    collectives: list[tuple[str, str, str, int, int]] = []
+    if dump is not None and (program := layouts.step_program(dump)) is not None:
+        collectives = layouts.collectives(program, small.job.plan.mesh)
+        notes += layouts.summed_twice(program, small.job.plan.mesh)
+    content = as_json(subject, small, found, notes, collectives, took)
+    view = view_of(content, small)
+    print_proof(console, view)
+    for path in certificate.write(subject, content, proof_page(view)):
+        say(console, f"written: {path}")
+    return 0 if content["proved"] else NOT_PROVED
+
+
+def prepare_devices(count: int) -> None:
+    """Opens ``count`` virtual devices: before any backward on the CPU, which would fix their number for autograd."""
+    os.environ["CPU_NUM_DEVICES"] = str(count)
+    init_runtime()
+
+
+def compare(small: SmallJob, console: Console) -> list[Difference]:
+    """All comparisons of ten steps in float32; and of the first in bfloat16, if the run computes in it."""
+    plain, batches, rate = plain_model(small.job), make_batches(small.job, STEPS), small.learning_rate
+    with waiting(console, "the plain model …"):
+        theirs = plain.run(batches, rate)
+    say(console, f"plain:   {STEPS} steps of the plain model; loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f}")
+    with waiting(console, "compiling the sharded step …") as status:
+        ours = run_sharded(small.job, plain.source, batches, rate, lambda n: status.update(f"step {n} of {STEPS}"))
+    say(
+        console,
+        f"sharded: {STEPS} steps on {small.job.devices} virtual devices; "
+        f"loss {ours.losses[0]:.4f} to {ours.losses[-1]:.4f}",
+    )
+    found = differences(ours, theirs)
+    if not all(each.good for each in found):  # is it the plain model's own rounding?
+        with waiting(console, "the plain model in float64 …"):
+            found = differences(ours, theirs, plain.run(batches, rate, torch.float64))
+    if not in_bfloat16(small.run):
+        return found
+    with waiting(console, "one step in bfloat16 …"):
+        return found + in_coarse(small, plain, batches, rate)
+
+
+def in_coarse(small: SmallJob, plain: PlainModel, batches: Sequence[Any], rate: float) -> list[Difference]:
+    """The first step's loss and gradients in bfloat16, as near to float32's as the plain model's own in bfloat16."""
+    first = list(batches[:1])
+    theirs, rounding = plain.run(first, rate), plain.run(first, rate, torch.bfloat16)
+    ours = run_sharded(small.with_dtype("bfloat16"), plain.source, first, rate)
+    found = differences(ours, theirs, rounding, COARSE)
+    return [Difference(_BFLOAT16 + each.quantity, each.name, each.off, each.allowed) for each in found]
+
+
+def as_json(
+    subject: certificate.Subject,
+    small: SmallJob,
+    found: Sequence[Difference],
+    notes: Sequence[str],
+    collectives: Sequence[tuple[str, str, str, int, int]],
+    took: float,
+) -> dict[str, Any]:
+    """The certificate."""
+    own = [each for each in found if each.allowed != float("inf")]
+    worst: dict[str, Difference] = {}
+    for each in own:
+        if each.quantity not in worst or each.share > worst[each.quantity].share:
+            worst[each.quantity] = each
+    counts = {name: sum(each.quantity == name for each in own) for name in worst}
+    return {
+        "proved": all(each.good for each in own),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "seconds": round(took, 1),
+        "recipe": small.run.recipe.name,
+        "recipe_hash": subject.recipe,
+        "options": subject.options,
+        "family": subject.family,
+        "model": small.run.args.model,
+        "model_hash": subject.model,
+        "precision": ["float32", *(["bfloat16"] if in_bfloat16(small.run) else [])],
+        "referee": small.referee,
+        "mesh": small.job.plan.mesh,
+        "steps": STEPS,
+        "versions": versions(),
+        "compared": {
+            name: {"count": counts[name], "worst": each.off, "allowed": each.allowed, "where": each.name}
+            for name, each in worst.items()
+        },
+        "differences": [[each.quantity, each.name, each.off, each.allowed] for each in own],
+        "only_rounding": sorted({each.name for each in found if each.allowed == float("inf")}),
+        "layout": list(notes),
+        "collectives": [list(row) for row in collectives],
+        "smaller": [list(row) for row in small.smaller],
+    }
+
+
+def view_of(content: dict[str, Any], small: SmallJob) -> ProofView:
+    """The certificate ``content`` as titles and tables of texts."""
+    compared = content["compared"]
+    quantities = [
+        (name, str(each["count"]), f"{each['worst']:.1e}", f"{each['allowed']:.0e}", each["where"])
+        for name, each in compared.items()
+    ]
+    rows = [(what, name, off, allowed) for what, name, off, allowed in content["differences"]]
+    wrong = [(what, name, f"{off:.1e}", f"{allowed:.0e}") for what, name, off, allowed in rows if not off <= allowed]
+    by_parameter = [name for name in compared if name.removeprefix(_BFLOAT16) not in ("loss", "norm of the gradients")]
+    table = {(what, name): f"{off:.1e}" for what, name, off, _ in rows}
+    names = dict.fromkeys(name for what, name, *_ in rows if what in by_parameter)
+    parameters = [(name, *(table.get((what, name), "") for what in by_parameter)) for name in names]
+    said = ", ".join(f"--{name} {value}" for name, value in content["options"].items()) or "the defaults"
+    facts = [
+        ("recipe", f"{content['recipe']} ({content['recipe_hash']})"),
+        ("model", f"{content['family']}: {content['model'] or 'the recipe’s own'}"),
+        ("options", said),
+        ("beside", content["referee"]),
+        ("precision", " and ".join(content["precision"])),
+        ("mesh of the proof", " × ".join(f"{axis}={count}" for axis, count in content["mesh"].items())),
+        ("date", f"{content['date']}, in {content['seconds']:.0f} s"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in content["versions"].items())),
+    ]
+    if content["only_rounding"]:
+        facts.append(
+            ("told nothing", f"their gradients are zero but for rounding: {', '.join(content['only_rounding'])}")
+        )
+    verdict = f"proved: {sum(each['count'] for each in compared.values())} comparisons, none off by more than rounding"
+    if not content["proved"]:
+        verdict = f"not proved: {len(wrong)} of {len(rows)} comparisons are off by more than rounding"
+    moved = [(kind, axes, where, str(count), size(total)) for kind, axes, where, count, total in content["collectives"]]
+    return ProofView(
+        title=f"Proof of {content['recipe']} for {content['family']}",
+        proved=content["proved"],
+        verdict=verdict,
+        facts=facts,
+        quantities=quantities,
+        wrong=wrong,
+        parameters=parameters,
+        header=("parameter", *by_parameter),
+        notes=content["layout"],
+        collectives=moved,
+        smaller=[(row[0], row[1], row[2]) for row in content["smaller"]],
+    )

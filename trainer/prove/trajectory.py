@@ -1,0 +1,142 @@
+"""What either side of a proof leaves of its steps, in the model's own names, on the CPU; and how far the two differ."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+# quantity → the relative difference that rounding explains, and the most that the plain model's own rounding may allow
+TOLERANCES: Mapping[str, tuple[float, float]] = {
+    "loss": (1e-5, 1e-5),
+    "gradient": (1e-5, 1e-3),
+    "norm of the gradients": (1e-5, 1e-3),
+    "weight": (1e-3, 3e-2),
+    "first moment": (1e-4, 1e-2),
+    "second moment": (1e-4, 1e-2),
+}
+# of bfloat16, for the loss and the gradients alone
+COARSE: Mapping[str, tuple[float, float]] = {"loss": (5e-3, 2e-2), "gradient": (2e-2, 0.5)}
+_FLOOR = 1e-6  # of all gradients together: below it a gradient is mostly rounding
+_TIMES = 4  # the plain model's own rounding, ours may be
+
+
+@dataclass
+class Trajectory:
+    """The steps of one side.
+
+    Attributes:
+        losses, norms: of each step; the norm is that of all gradients, before clipping.
+        gradients: of the first step, before clipping; only of what takes part in the loss.
+        changes: of the trained weights over all steps.
+        moments: AdamW's first and second moments after the last step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: Tensors = field(default_factory=dict)
+    changes: Tensors = field(default_factory=dict)
+    moments: tuple[Tensors, Tensors] = field(default_factory=lambda: ({}, {}))
+
+    def quantities(self) -> dict[str, Tensors]:
+        return {
+            "gradient": self.gradients,
+            "weight": self.changes,
+            "first moment": self.moments[0],
+            "second moment": self.moments[1],
+        }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One comparison: ``off`` is relative (2-norm), and ``allowed`` the most that rounding explains."""
+
+    quantity: str
+    name: str  # a parameter's, or the step's
+    off: float
+    allowed: float
+
+    @property
+    def good(self) -> bool:
+        return self.off <= self.allowed  # False for a NaN
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed is used up."""
+        return self.off / self.allowed if self.off == self.off else math.inf
+
+
+def differences(
+    ours: Trajectory,
+    plain: Trajectory,
+    rounding: Trajectory | None = None,
+    tolerances: Mapping[str, tuple[float, float]] = TOLERANCES,
+) -> list[Difference]:
+    """Every comparison of ours with the plain model's.
+
+    ``rounding`` is the plain model's in another precision: as far as it is from ``plain``, in any layer, ours may be
+    too, times :data:`_TIMES`, up to a most. A gradient that is only rounding, such as a key bias's, tells nothing.
+    """
+    found = []
+    for quantity, mine, theirs in (
+        ("loss", ours.losses, plain.losses),
+        ("norm of the gradients", ours.norms, plain.norms),
+    ):
+        if quantity in tolerances:
+            other = getattr(rounding, "losses" if quantity == "loss" else "norms", theirs)
+            for step, (a, b, c) in enumerate(zip(mine, theirs, other, strict=True), 1):
+                allowed = _allowed(abs(c - b) / max(abs(b), 1e-30), tolerances[quantity])
+                off = abs(a - b) / max(abs(b), 1e-30)
+                found.append(Difference(quantity, f"step {step}", off if math.isfinite(off) else math.inf, allowed))
+    noise = _noise(plain.gradients)
+    for quantity, tensors in ours.quantities().items():
+        if quantity not in tolerances:
+            continue
+        expected = plain.quantities()[quantity]
+        own = _own_rounding(expected, rounding.quantities()[quantity]) if rounding is not None else {}
+        for name in sorted(tensors.keys() | expected.keys()):
+            allowed = _allowed(own.get(_kind(name), 0.0), tolerances[quantity])
+            off = relative(tensors.get(name), expected.get(name), _floor(expected))
+            if name in noise and name in tensors and name in expected:
+                allowed = math.inf if quantity != "gradient" else max(allowed, tolerances[quantity][1])
+            found.append(Difference(quantity, name, off, allowed))
+    return found
+
+
+def relative(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:
+    """The relative difference (2-norm), relative to ``floor`` where theirs is smaller; infinite if one is missing."""
+    if ours is None or theirs is None:
+        given = ours if theirs is None else theirs
+        return math.inf if given is not None and bool(given.any()) else 0.0
+    off = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(max(floor, 1e-30))
+    return off.item() if off.isfinite() else math.inf
+
+
+def _allowed(own: float, limits: tuple[float, float]) -> float:
+    return max(limits[0], min(_TIMES * own, limits[1]))
+
+
+def _kind(name: str) -> str:
+    """A parameter's name without its layer's number: one of few numbers is exact in some layers by chance."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def _own_rounding(theirs: Tensors, exact: Tensors) -> dict[str, float]:
+    """Kind of parameter → the farthest that ``theirs`` is from ``exact`` in any layer."""
+    found: dict[str, float] = {}
+    floor = _floor(exact)
+    for name, values in theirs.items():
+        kind = _kind(name)
+        found[kind] = max(found.get(kind, 0.0), relative(values, exact.get(name), floor))
+    return found
+
+
+def _noise(gradients: Tensors) -> set[str]:
+    floor = _floor(gradients)
+    return {name for name, gradient in gradients.items() if gradient.double().norm() <= floor}
+
+
+def _floor(tensors: Tensors) -> float:
+    return _FLOOR * sum(values.double().square().sum().item() for values in tensors.values()) ** 0.5
