@@ -91,7 +91,7 @@ class Mends:
     def elsewhere(self, names: Collection[str], axes: Sequence[str], most: int = _LINES) -> str:
         """The lines of ``names``, and of those tied to them, with ``axes`` on other dimensions, or with fewer axes."""
         same = {id(self._names[name]) for name in names}
-        lines = {}
+        lines: dict[str, Layout] = {}
         for other in (name for name, parameter in self._names.items() if id(parameter) in same):
             lines |= {pattern: line for pattern, line in self._table.items() if matches(pattern, other)}
         good, further, seen = [], [], [lines]
@@ -157,10 +157,15 @@ def _line(pattern: str, layout: Layout) -> str:
 
 def _changes(axes: Sequence[str], rank: int) -> Iterator[Callable[[Layout], Layout]]:
     """Changes of a layout: ``axes`` on each dimension, without the last or another of them, without any."""
-    for dim in reversed(range(rank)):
-        yield lambda line, dim=dim: {a: Shard(dim) if a in axes else placement for a, placement in line.items()}
-    for out in [*([axis] for axis in reversed(axes)), list(axes)]:
-        yield lambda line, out=out: {a: placement for a, placement in line.items() if a not in out}
+
+    def moved(dim: int) -> Callable[[Layout], Layout]:
+        return lambda line: {a: Shard(dim) if a in axes else placement for a, placement in line.items()}
+
+    def without(out: Collection[str]) -> Callable[[Layout], Layout]:
+        return lambda line: {a: placement for a, placement in line.items() if a not in out}
+
+    yield from map(moved, reversed(range(rank)))
+    yield from map(without, [*([axis] for axis in reversed(axes)), list(axes)])
 
 
 def _meant(pattern: str, names: Iterable[str]) -> tuple[str, list[str]]:

@@ -179,9 +179,8 @@ def make_report(
     """
     module, chip = parse(hlo) if hlo else None, where.chip
     given = given_efficiencies(expected.efficiency)
-    cost, seconds, run = Cost(), {}, Run()
-    if module:
-        cost, seconds, run = _measure(module, lowered, where, dcn or {}, given)
+    cost, runs = _measure(module, lowered, where, dcn or {}, given) if module else (Cost(), {})
+    run = runs.get("middle", Run())
     sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
@@ -220,7 +219,9 @@ def make_report(
         collectives=tuple(collectives),
         roofline=_roofline(cost, collectives, chip, model_flops),
         graphs=(graph,),
-        estimate=estimate(seconds, chip, tokens, model_flops, given, expected.traced_layers),
+        estimate=estimate(
+            {end: each.seconds for end, each in runs.items()}, chip, tokens, model_flops, given, expected.traced_layers
+        ),
         values=lowered.values,
         libtpu=result.get("libtpu", ""),
         timelines=timelines_of(run, held_over_time(buffers)),
@@ -229,17 +230,14 @@ def make_report(
 
 def _measure(
     module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], given: Mapping[str, float]
-) -> tuple[Cost, dict[str, dict[str, float]], Run]:
-    """The cost of one execution for a chip; its seconds by cause, with all efficiencies low, in the middle and high.
-
-    The last is its schedule with those in the middle.
-    """
+) -> tuple[Cost, dict[str, Run]]:
+    """The cost of one execution for a chip; its schedule with all efficiencies low, in the middle and high."""
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
     counter = Counter(module, lowered.mesh, lowered.layers, where.chip, Links(where, inside, over))
     ends: tuple[Which, ...] = ("low", "middle", "high")
-    runs = {end: schedule_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends}
-    return counter.computation(module.entry), {end: run.seconds for end, run in runs.items()}, runs["middle"]
+    runs: dict[str, Run] = {end: schedule_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends}
+    return counter.computation(module.entry), runs
 
 
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:

@@ -116,8 +116,8 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
         return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
     base, _, split = dataset.rpartition("#")
     if base and _SPLIT.fullmatch(split):
-        place = locate(base, option)
-        return place if isinstance(place, HeldRecords) else replace(place, asked=asked, split=split)
+        whole = locate(base, option)
+        return whole if isinstance(whole, HeldRecords) else replace(whole, asked=asked, split=split)
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
         raise UserError(
             asked=asked,
