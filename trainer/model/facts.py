@@ -131,11 +131,21 @@ class ModelFacts:
         further = len(mtp.layer_names(model))  # each uses the head once more
         if further and head is not None:
             weights += 6 * further * sum(p.numel() for p in head.parameters())
-        heads, depth = text.num_attention_heads, text.num_hidden_layers + further
-        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        depth, width = text.num_hidden_layers + further, _attention_width(text)
         window = min(getattr(text, "sliding_window", None) or length, length)
         pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
         return weights * rows * length + 12 * depth * width * pairs * rows
+
+
+def _attention_width(text: PretrainedConfig) -> float:
+    """Heads × their size; where these differ by layer, as Gemma-4's do, the mean over layers."""
+    # semi-private: integrations/heterogeneity/configuration_utils.py, transformers 5.23; earlier configs are all plain
+    layers = list(getattr(text, "per_layer_config", None) or [text])
+    heads = [each.num_attention_heads for each in layers]
+    widths = [
+        n * (getattr(each, "head_dim", None) or each.hidden_size // n) for n, each in zip(heads, layers, strict=True)
+    ]
+    return sum(widths) / len(widths)
 
 
 _known: dict[Any, ModelFacts] = {}  # the last few configs'
