@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_TORCH_XLA"] = "0"  # no device is needed
-
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 
@@ -107,6 +105,7 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--results", type=Path, help="a file that keeps what was planned; what is in it is not again")
     results = parser.parse_args().results
+    os.environ["USE_TORCH_XLA"] = "0"  # no device is needed
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -296,7 +295,7 @@ def families(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
     for kind, found in sorted(of_kind.items()):
-        first = found[0]
+        first = min(found, key=lambda row: row.parameters)
         tested = {
             "sweep": bool({kind, f"{kind}_text"} & swept),
             "config": True,
