@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ PRICED = "v5p"  # the generation of the columns of speed
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")  # rows of docs/records/tpu/models.md that are of Llama-3-8B
 # in docs/records/tpu/step_times.md and models.md: rows of dense models; the others are mixtures of experts
 DENSE = ("Llama-2", "Llama-3", "Gemma", "the same without the VMEM", *OPTIMIZERS)
-# a copy of a repository's config that stands in for no repository of its own
-COPIES = ("jeevanchaps/", "reubzdubz/")
+# repositories that are not listed: stand-ins for others, and another publisher's quantized copies
+COPIES = re.compile("jeevanchaps/|reubzdubz/|RedHatAI/|nvidia/(?!NVIDIA|Llama-3_3|Nemotron)|nvidia/.*(NVFP4|FP8)")
 
 HEAD = """# Models
 
@@ -117,7 +117,7 @@ def main() -> int:
 def published() -> list[dict[str, Any]]:
     """The repositories, each with its name and config, without copies."""
     lines = gzip.decompress(CONFIGS.read_bytes()).splitlines()
-    return [row for row in map(json.loads, lines) if not row["name"].startswith(COPIES)]
+    return [row for row in map(json.loads, lines) if not COPIES.match(row["name"])]
 
 
 def read(
@@ -144,20 +144,27 @@ def read(
         groups.setdefault((each["config"]["model_type"], facts.parameters), (facts, []))[1].append(each["name"])
     kept = json.loads(results.read_text()) if results and results.exists() else {}
     rows = []
-    for (kind, size), (facts, names) in groups.items():
+    for (kind, size), (facts, names) in sorted(groups.items(), key=lambda group: group[0]):
         key = f"{kind} {size}"
-        rows.append(Row(**kept[key]) if key in kept else row_of(kind, facts, names))
+        row = Row(**kept[key]) if key in kept else row_of(kind, facts)
+        rows.append(replace(row, repositories=in_order(names)))
         kept[key] = asdict(rows[-1])
         if results:
             results.write_text(json.dumps(kept))
     return rows, refused
 
 
-def row_of(kind: str, facts: Any, names: Sequence[str]) -> Row:
+def in_order(names: Sequence[str]) -> tuple[str, ...]:
+    """The repositories of one size: those in full precision first."""
+    return tuple(sorted(names, key=lambda name: (bool(re.search("FP8|NVFP4", name)), name)))
+
+
+def row_of(kind: str, facts: Any) -> Row:
+    """What the plan says of a model; its repositories are still to be named."""
     flops = facts.training_flops(1, LENGTH)
     return Row(
         kind,
-        tuple(sorted(names, key=lambda name: (bool(re.search("FP8|NVFP4", name)), name))),
+        (),
         facts.parameters,
         shipped(facts) or "auto",
         slices(facts, None),
