@@ -24,11 +24,12 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "tests/model/real_configs.jsonl.gz"
 RECORDS = ROOT / "docs/records"
 GENERATIONS = ("v5e", "v6e", "v5p")
+# rows of docs/records/tpu/adapters.md that name their model → its recipe; the others are of Mixtral-8x7B
+PUBLISHED = {"gpt-oss-120b": "gpt_oss_ep", "DeepSeek-V3": "deepseek_v3_ep"}
 LORA_R, LENGTH = 16, 4096
 PRICED = "v5p"  # the generation of the columns of speed
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")  # rows of docs/records/tpu/models.md that are of Llama-3-8B
-# in docs/records/tpu/step_times.md and models.md: rows of dense models; the others are mixtures of experts
-DENSE = ("Llama-2", "Llama-3", "Gemma", "the same without the VMEM", *OPTIMIZERS)
+DENSE = ("Llama-3", "Gemma", *OPTIMIZERS)  # rows of dense models there and in levers.md; the others are of mixtures
 # repositories that are not listed: stand-ins for others, and another publisher's quantized copies
 COPIES = re.compile("jeevanchaps/|reubzdubz/|RedHatAI/|nvidia/(?!NVIDIA|Llama-3_3|Nemotron)|nvidia/.*(NVFP4|FP8)")
 
@@ -60,11 +61,11 @@ PLANNED = """## By the plan
 The smallest slice of each generation whose chips hold weights, gradients and optimizer state in 75 % of their memory,
 by recipe `auto`, in float32; the frozen model of LoRA (rank {rank}) in bfloat16. It is the *plan's* word, and an
 estimate: `scripts/compile.py` tells whether a step fits. Tokens/s are an estimate too: the FLOPs that training needs,
-at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of our
-[estimated](records/tpu/step_times.md) and [compiled](records/tpu/models.md) steps, on {chip}, at {length:,} tokens a
-row, for all weights.
+at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the steps that were
+[compiled](records/tpu/models.md) ([levers](records/tpu/levers.md)), on {chip}, at {length:,} tokens a row, for all
+weights.
 
-| repositories | parameters | all weights | LoRA | tokens/s a chip | chip-hours a billion tokens |
+| repositories | parameters | all weights | LoRA | tokens/s a {chip} chip | {chip} chip-hours a billion tokens |
 |---|---|---|---|---|---|
 """
 
@@ -186,7 +187,7 @@ def slices(facts: Any, lora_r: int | None) -> str:
 
 
 def shipped(facts: Any) -> str | None:
-    """The shipped recipe of the model's own family, or another that takes it; or None: none does."""
+    """The shipped recipe of the model's own family, or another that takes it; None: none does."""
     from shardwright.errors import UserError
     from shardwright.layout.load_recipe import load_recipe, shipped_recipes
     from shardwright.layout.plan import make_plan
@@ -194,7 +195,10 @@ def shipped(facts: Any) -> str | None:
     own = facts.model.config.model_type
     recipes = {name: load_recipe(name) for name in shipped_recipes()}
     plain = [name for name in recipes if name.endswith(("_ep", "_fsdp")) and name != "mixtral_fsdp"]
-    for name in sorted(plain, key=lambda name: ((recipes[name].model or {})["model_type"] != own, name)):
+    general = ("llama_fsdp", "mixtral_ep")
+    for name in sorted(
+        plain, key=lambda name: ((recipes[name].model or {})["model_type"] != own, name not in general, name)
+    ):
         try:
             make_plan(recipes[name], facts.model, 64)
         except UserError:
@@ -233,10 +237,8 @@ def record(path: str, column: str) -> Iterator[dict[str, str]]:
 
 def mfu_range(experts: bool) -> tuple[float, float]:
     """The lowest and the highest estimated MFU, in percent, of the records' steps of dense models, or of mixtures."""
-    # the last column called `estimated` is that of the MFU
-    found = [(row["name"], row["estimated"]) for row in record("tpu/step_times.md", "MFU published")]
-    found += [(row["name"], row["MFU"]) for row in record("tpu/models.md", "MFU")]
-    shares = [float(share.rstrip("%")) for name, share in found if name.startswith(DENSE) != experts]
+    found = [row for file in ("tpu/models.md", "tpu/levers.md") for row in record(file, "MFU")]
+    shares = [float(row["MFU"].rstrip("%")) for row in found if row["name"].startswith(DENSE) != experts]
     return min(shares), max(shares)
 
 
@@ -256,8 +258,13 @@ def compiled() -> Iterator[str]:
         where = re.search(r"v\w+:[\dx]+$", row["name"])
         if where and "does not fit" not in row["HBM, GiB"]:
             how = row["name"].removesuffix(f", {where[0]}")
-            slice_ = f"`mixtral_ep`, {where[0]} | {chips(where[0])}"
-            yield f"| Mixtral-8x7B | LoRA, {how} | {slice_} | {row['HBM, GiB']} | | |"
+            model, _, kept = how.rpartition(" on its ")
+            recipe = PUBLISHED.get(model, "mixtral_ep")
+            trains = f"LoRA, {f'the model in its {kept}' if model else how}"
+            slice_ = f"`{recipe}`, {where[0]} | {chips(where[0])}"
+            rate = row.get("tokens/s", "")
+            cost = hours(float(rate.replace(",", ""))) if rate else ""
+            yield f"| {model or 'Mixtral-8x7B'} | {trains} | {slice_} | {row['HBM, GiB']} | {rate} | {cost} |"
 
 
 def chips(topology: str) -> int:
@@ -316,14 +323,15 @@ def families(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def refusals(refused: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """Published repositories that are refused, and families of transformers that the sweep refuses or leaves out."""
+    """Published repositories that are refused, and families of transformers that the sweep refuses or can't train."""
     for kind, (name, why) in sorted(refused.items()):
         yield f"| `{name}` ({kind}) | {why} |"
     for row in record("families.md", "scan"):
         if row["scan"].startswith("refused"):
             yield f"| {row['name']} | {row['scan'].removeprefix('refused: ')} |"
     for row in record("families.md", "why"):
-        yield f"| {row['name']} | {row['why']} |"
+        if "which is swept" not in row["why"] and "another name" not in row["why"]:
+            yield f"| {row['name']} | {row['why']} |"
 
 
 if __name__ == "__main__":
