@@ -20,8 +20,8 @@ INDEX = f"""# Options of every command
 shardwright train --help
 ```
 
-An option is written with `_` or `-`; one whose default is true also as `--no_NAME`; `--config FILE` reads options from
-a file ([options](../options.md)). `{COMMAND}` writes these pages from the code.
+An option is written with `_` or `-`; one whose default is true also with `no_` before its name; `--config FILE` reads
+options from a file ([options](../options.md)). `{COMMAND}` writes these pages from the code.
 
 | command | what it does | its options |
 |---|---|---|
