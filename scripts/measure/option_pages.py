@@ -21,7 +21,8 @@ shardwright train --help
 ```
 
 An option is written with `_` or `-`; one whose default is true also with `no_` before its name; `--config FILE` reads
-options from a file ([options](../options.md)). `{COMMAND}` writes these pages from the code.
+options from a file ([options](../options.md)).
+`{COMMAND}` writes these pages from the code.
 
 | command | what it does | its options |
 |---|---|---|
