@@ -19,7 +19,7 @@ from shardwright.hosts.output_streams import exit_code
 
 PROCESSES = 4
 # mesh → what DistributedConfig is given
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "fsdp_size=4": {"fsdp_size": 4},
     "tp_size=4": {"tp_size": 4},
     "fsdp_size=2, tp_size=2": {"fsdp_size": 2, "tp_size": 2},

@@ -42,7 +42,7 @@ def parser_of(command: str) -> Parser:
     words, reads = sys.argv, Parser.parse_known_args
     before = dict(os.environ)
     sys.argv = [command, *([TARGET] if command == "launch" else [])]
-    Parser.parse_known_args = stop  # type: ignore[method-assign]
+    Parser.parse_known_args = stop  # type: ignore[assignment, method-assign]
     try:
         importlib.import_module(f"shardwright.scripts.{command}").main()
     except _Found as caught:
