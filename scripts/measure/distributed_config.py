@@ -50,9 +50,18 @@ def model() -> Any:
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads, max_position_embeddings=64))
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+    }
+    return AutoModelForCausalLM.from_config(MixtralConfig(**sizes))
 
 
 def run(case: str, folder: str) -> str:
