@@ -3,7 +3,7 @@
 python scripts/port.py train.sh                        # `accelerate launch … sft.py --…`, `trl sft …`, …
 python scripts/port.py config.yaml --write run.yaml    # then: python scripts/train.py --config run.yaml
 
-Nothing is read but that file, and the YAML files that it names. docs/flags.md has the whole table.
+Nothing is read but that file, and the YAML files that it names. docs/reference/flags.md has the whole table.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Our step against the plain transformers model: eager, unsharded, dropless, on the CPU.
 
-python tests/parity.py                 the table of docs/numbers.md
+python tests/parity.py                 the table of docs/records/parity.md
 python tests/parity.py qwen3_next_ep   the rows of some recipes alone
 """
 

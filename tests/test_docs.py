@@ -1,8 +1,14 @@
-"""The pages' links, paths, options and test commands name what is there, and figures of plans are what they print."""
+"""The pages' links, paths, options and test commands name what is there, and figures of plans are what they print.
+
+Every page is a screen or a few, opens with what to do, and stands in the index; what is made from the code is current.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,6 +35,10 @@ PAGES = {
     ]
 }
 SOURCES = [path for folder in ("trainer", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+DOCS = {name: page for name, page in PAGES.items() if name.startswith("docs/")}
+LINES, WIDTH = 200, 120
+# messages of other programs, on the page of messages
+THEIRS = {"RESOURCE_EXHAUSTED", "Ran out of memory in memory space hbm"}
 # options of other programs in our commands, and one that is misspelt on purpose
 FOREIGN = {
     "enable_lora",
@@ -101,8 +111,9 @@ def test_as_many_options_are_transformers_as_the_page_says() -> None:
     theirs, ours = (
         {each.name for each in fields(kind)} for kind in (transformers.TrainingArguments, TrainingArguments)
     )
-    assert f"Of the {len(theirs)} arguments of transformers" in PAGES["docs/run.md"]
-    assert f"{len(theirs & ours)} are options here" in PAGES["docs/run.md"]
+    page = " ".join(PAGES["docs/options.md"].split())
+    assert f"Of the {len(theirs)} arguments of transformers" in page
+    assert f"{len(theirs & ours)} are options here" in page
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("[a-z]*.py")), ids=lambda path: path.stem)
@@ -118,3 +129,61 @@ def test_a_recipes_memory_is_what_its_plan_prints(path: Path) -> None:
     assert own == held(None, 8)
     for model, devices, stated in re.findall(r"^ +([\w-]+) on (\d+) devices: ([\d.]+ GiB)", text, re.MULTILINE):
         assert stated == held(str(ROOT / f"docs/configs/{NAMED[model]}.json"), int(devices)), model
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_a_page_opens_with_what_to_do_and_is_short(name: str) -> None:
+    title, _, rest = DOCS[name].partition("\n\n")
+    assert re.fullmatch("# .+", title)
+    assert rest.startswith("```"), "a command or code comes first"
+    assert len(DOCS[name].splitlines()) <= LINES
+
+
+def prose(page: str) -> list[str]:
+    """A page's lines without code, tables, headings, and code or links that can't be broken."""
+    lines = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.MULTILINE | re.DOTALL).splitlines()
+    whole = re.compile(r"^[ \-*\d.]*(\[[^\]]*\]\([^)]*\)|`[^`]*`)[.,;:)]*$|^!\[")
+    return [line for line in lines if not line.startswith(("|", "#", "<!--")) and not whole.match(line)]
+
+
+@pytest.mark.parametrize("name", ["README.md", *DOCS])
+def test_a_page_is_wrapped(name: str) -> None:
+    assert [line for line in prose(PAGES[name]) if len(line) > WIDTH] == []
+
+
+def test_the_index_leads_to_every_page_once() -> None:
+    found = re.findall(r"\]\(([^)#:]*\.md)\)", DOCS["docs/README.md"])
+    assert sorted(found) == sorted(name.removeprefix("docs/") for name in DOCS if name != "docs/README.md")
+
+
+def test_the_readme_is_a_screen_with_the_commands_that_ci_runs() -> None:
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= 50
+    assert {
+        "pip install -e . && python scripts/train.py --recipe mixtral_ep",
+        "pip install -e '.[test]' && pytest -n 2",
+    } < {*lines}
+    assert "](docs/models.md)" in "\n".join(lines[:25])
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    line = [sys.executable, "scripts/measure/reference_pages.py", "--check"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "all as the code says\n"), done.stdout + done.stderr
+
+
+def test_messages_on_the_page_of_messages_are_in_the_code() -> None:
+    texts = " ".join(
+        " ".join(part.value for part in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if is_text(part))
+        for path in SOURCES
+        if "tests" not in path.parts
+    )
+    for page in ("docs/troubleshooting.md", "docs/recompiles.md"):
+        for cell in re.findall(r"^\| ([^|]*`[^|]*) \|", DOCS[page], re.MULTILINE):
+            for message in set(re.findall(r"`([^`]+)`", cell)) - THEIRS:
+                parts = [part.strip(" .:;") for part in re.split(r"…|\d+|--\w+", message)]
+                assert max(parts, key=len) in texts, message
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

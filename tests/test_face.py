@@ -1,5 +1,5 @@
-"""The public names of `shardwright`: cheap to import, found where docs/api.md says; commands that read their words
-before anything heavy is imported."""
+"""The public names of `shardwright`: cheap to import, found where docs/reference/api.md says; commands that read their
+words before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def loaded_by(code: str) -> set[str]:
 
 
 def documented() -> list[tuple[str, str, str]]:
-    """Section, name and module of each row of docs/api.md."""
-    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    """Section, name and module of each row of docs/reference/api.md."""
+    text = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
     sections = re.split(r"^## `([\w.]+)`$", text, flags=re.MULTILINE)[1:]
     rows = zip(sections[::2], sections[1::2], strict=True)
     return [(room, *row) for room, rest in rows for row in re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", rest, re.M)]

@@ -1,6 +1,6 @@
 """Families of four structures, scanned with full remat, against the plain model; how the sweep judges and resumes.
 
-`python scripts/measure/families.py` sweeps them all (docs/families.md).
+`python scripts/measure/families.py` sweeps them all (docs/records/families.md).
 """
 
 from __future__ import annotations

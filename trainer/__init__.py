@@ -1,7 +1,7 @@
 """Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
 
 The names that a recipe is written with are imported at once, and load neither torch nor transformers. The other public
-names are imported on first use (PEP 562). `docs/api.md` lists what a program may import.
+names are imported on first use (PEP 562). `docs/reference/api.md` lists what a program may import.
 """
 
 import importlib

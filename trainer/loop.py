@@ -57,7 +57,7 @@ class TrainingLoop:
     Args:
         source: the starting weights, under the names of ``job.facts.whole``; default: a random init from the seed.
         resume: the checkpoint to go on from, under whatever recipe and mesh it was saved.
-        callbacks: transformers'; docs/run.md says what they are told, and when.
+        callbacks: transformers'; docs/callbacks.md says what they are told, and when.
         compute_loss: the loss, of the model's outputs, in place of its own.
         goes_on_after: whether the run begins again after an error, so that the model is not written out then.
         after: the error that ended the process before this one, if the run itself goes on after it.

@@ -61,7 +61,7 @@ class Trainer(Outputs):
     """Trains a causal language model on a mesh: transformers' Trainer by name and meaning, with a ``recipe`` besides.
 
     Nothing is read, and no device opened, before :meth:`train`, :meth:`evaluate` or :meth:`predict`. Objects given here
-    override what ``args`` name; docs/fine_tuning.md has an example and docs/run.md what differs from transformers.
+    override what ``args`` name; docs/fine_tuning.md has an example, docs/differences.md what differs from transformers.
 
     Args:
         model: a hub id or folder, whose weights are the start; a config of transformers, for a random init; or a

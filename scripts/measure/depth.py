@@ -2,7 +2,7 @@
 
 python scripts/measure/depth.py depth      2, 8 and 32 layers
 
-Each measurement is a process of its own. docs/numbers.md has the table as it was on one machine.
+Each measurement is a process of its own. docs/records/speed.md has the table as it was on one machine.
 """
 
 import statistics

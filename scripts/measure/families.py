@@ -1,16 +1,15 @@
 """Trains every causal language model family of transformers for one step, tiny, against the plain model on the CPU.
 
-python scripts/measure/families.py --write docs/families.md   what has no result yet, and the page
+python scripts/measure/families.py --write docs/records/families.md   what has no result yet, and the page
 python scripts/measure/families.py --only gemma2,qwen3_moe --again all
 python scripts/measure/families.py --again failed          what did not pass, anew
 
 8 virtual devices, 8 rows of 32 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. (Rows
 so short XLA runs one operation after another on each device; a longer one is in tests/step/test_parity.py.) Compared
-are the loss and
-the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless. Each family is a
-process of its own, with a limit of time and memory. Results are kept in a file, one JSON object a line, under the
-version of the code. Every size is shrunk here; tests/model/test_real_configs.py reads the config.json of published
-models and plans one of each type.
+are the loss and the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless.
+Each family is a process of its own, with a limit of time and memory. Results are kept in a file, a JSON object a line,
+under the version of the code. Every size is shrunk here; tests/model/test_real_configs.py reads the config.json of
+published models and plans one of each type.
 """
 
 import hashlib
@@ -35,6 +34,30 @@ from shardwright.hosts.output_streams import exit_code
 from shardwright.report.bars import tracked
 
 ROOT = Path(__file__).parents[2]
+PAGE = """# Families
+
+```
+python scripts/measure/families.py --write docs/records/families.md
+```
+
+| | |
+|---|---|
+| code | {versions} |
+| passed | {totals} |
+| run | 8 virtual devices, 8 rows of 32 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. Rows so short XLA runs one operation after another on each device; a longer one is in tests/step/test_parity.py |
+| compared | the loss and the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless |
+| sizes | every one is shrunk; tests/model/test_real_configs.py reads the config.json of published models and plans one of each type |
+| layers | how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs what stands before a `×` |
+| worst gradient | the largest relative difference (2-norm) of any parameter |
+
+{table}
+
+## Left out
+
+| families | why |
+|---|---|
+{others}
+"""  # noqa: E501
 # name → (mesh of the recipe, whether layers are scanned)
 MODES = {"scan": (None, True), "unrolled": (None, False), "tensor": ("fsdp=4,tensor=2", True)}
 MEMORY = 7 << 30  # most bytes of a worker's data
@@ -55,7 +78,7 @@ def main() -> int:
     parser.add_argument("--modes", default=",".join(MODES), help="of scan, unrolled and tensor (all)")
     parser.add_argument("--again", choices=("failed", "stale", "all"), help="run again what has a result already")
     parser.add_argument("--results", type=Path, default="families.jsonl", help="the results' file (families.jsonl)")
-    parser.add_argument("--write", type=Path, help="the table's file, such as docs/families.md")
+    parser.add_argument("--write", type=Path, help="the table's file, such as docs/records/families.md")
     parser.add_argument("--limit", type=int, default=300, help="seconds that a family may take (300)")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -164,28 +187,14 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     for result in results:
         families.setdefault(result["family"], {})[result["mode"]] = result
     versions = ", ".join(sorted({result["version"] for result in results}))
-    method = __doc__.partition("\n\n")[2].partition("\n\n")[2].strip()
-    totals = _totals(results).replace("\n", "  \n")
+    totals = _totals(results).replace("\n", "; ")
     header = f"| family | kind | layers | kernels | worst gradient | {' | '.join(modes)} |"
     table = "\n".join([header, "|---" * (5 + len(modes)) + "|", *(_row(*each, modes) for each in families.items())])
-    others = "\n".join(f"- {name}: {why}" for name, why in sorted(left_out.items()))
-    return f"""# Families
-
-Printed by `python scripts/measure/families.py --write docs/families.md`; code {versions}.
-
-{method}
-
-{totals}
-
-*layers*: how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs
-what stands before a `×`. *worst gradient*: the largest relative difference (2-norm) of any parameter.
-
-{table}
-
-Left out:
-
-{others}
-"""
+    reasons: dict[str, list[str]] = {}
+    for name, why in sorted(left_out.items()):
+        reasons.setdefault(why, []).append(name)
+    others = "\n".join(f"| {', '.join(names)} | {why} |" for why, names in reasons.items())
+    return PAGE.format(versions=versions, totals=totals, table=table, others=others)
 
 
 def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> str:

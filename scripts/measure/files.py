@@ -5,7 +5,7 @@ python scripts/measure/files.py load        loading a hub's weights onto 8 devic
 python scripts/measure/files.py checkpoint  a checkpoint's pause and write, and a plain copy and write of as many bytes
 
 The sides of a table take turns, round by round; it shows the medians.
-docs/weights.md and docs/checkpoints.md have the tables as they were on one machine.
+docs/records/speed.md has the tables as they were on one machine.
 """
 
 from __future__ import annotations

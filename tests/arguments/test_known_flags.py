@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.training_args import OptimizerNames
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.from_theirs import arguments_like, is_theirs
 from shardwright.arguments.known_flags.entry import MISSING, OURS, Entry
-from shardwright.arguments.known_flags.page import page
+from shardwright.arguments.known_flags.page import pages
 from shardwright.arguments.known_flags.table import TABLE, find
 from shardwright.arguments.port.defaults import DEFAULTS
 from shardwright.arguments.training import TrainingArguments
@@ -85,8 +86,10 @@ def test_defaults_that_a_port_writes_down_are_those_of_the_packages(program: str
     assert found == DEFAULTS[program]
 
 
-def test_the_page_of_the_table_is_up_to_date() -> None:
-    assert (ROOT / "docs/flags.md").read_text(encoding="utf-8") == page()
+def test_the_pages_of_the_table_are_up_to_date_and_have_every_source() -> None:
+    for name, text in pages().items():
+        assert (ROOT / "docs/reference" / name).read_text(encoding="utf-8") == text
+    assert {*re.findall(r"^## (.*)$", "".join(pages().values()), re.MULTILINE)} == {*TABLE}
 
 
 @pytest.mark.parametrize(

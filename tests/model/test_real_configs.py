@@ -75,6 +75,8 @@ def test_a_published_model_is_planned_and_as_large_as_its_name_says(row: dict[st
     plan = make_plan(auto_recipe(facts.model, facts.experts, devices=DEVICES).recipe, facts.model, DEVICES)
     held = plan.totals["parameters_bytes"] * DEVICES / 4  # float32, and what is replicated is held eight times
     assert facts.parameters <= held <= 1.1 * facts.parameters
+    flops = facts.training_flops(1, 1)  # of a token; None: the config does not say how many experts it goes to
+    assert flops is None or 0 < flops <= 6.5 * facts.parameters
     if (said := said_size(row["name"])) is not None:
         assert facts.parameters == pytest.approx(said, rel=0.35)
 

@@ -39,11 +39,11 @@ class ModelArguments(Checked):
     mesh: str | None = option(
         None,
         "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`; of auto any of the axes data, fsdp, inner, "
-        "expert, tensor. `sequence` splits the tokens of each row, in any recipe (docs/recipes.md).",
+        "expert, tensor. `sequence` splits the tokens of each row, in any recipe (docs/recipe_parts.md).",
         common=True,
     )
     compute: str | None = option(
-        None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipes.md)."
+        None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipe_parts.md)."
     )
     bf16: bool | None = option(
         None,

@@ -31,7 +31,7 @@ class TrainingArguments(
 ):
     """The options of a run, apart from its layout, which the recipe defines. Sizes are counts, and times are steps.
 
-    Other trainers' arguments are taken where they mean one of these, or nothing (docs/flags.md).
+    Other trainers' arguments are taken where they mean one of these, or nothing (docs/reference/flags.md).
 
     The bases are in reverse: ``--help`` lists the options of the last one first.
     """

@@ -32,8 +32,9 @@ def smallest_slices(facts: ModelFacts, args: TrainingArguments) -> Iterator[tupl
 def _fit(facts: ModelFacts, args: TrainingArguments, lora: Lora | None, topology: Topology) -> Fit | None:
     """The plan's bytes on a slice; None: too many, or the model's shapes don't divide over its chips."""
     room = SHARE * topology.chip.hbm_bytes
-    # bytes of a weight at least: a plan of a large model takes seconds
-    stored = 4 if lora is None else 2 if args.base_dtype == "bfloat16" else 0.5
+    # bytes of a weight, and of its gradient, at least: a plan of a large model takes seconds
+    trained = 8 if args.weight_dtype == "float32" else 4
+    stored = trained if lora is None else 2 if args.base_dtype == "bfloat16" else 0.5
     if facts.parameters * stored > room * topology.devices:
         return None
     try:

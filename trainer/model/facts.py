@@ -133,14 +133,11 @@ class ModelFacts:
         further = len(mtp.layer_names(model))  # each uses the head once more
         if further and head is not None:
             weights += 6 * further * sum(p.numel() for p in head.parameters())
-        heads = text.num_attention_heads
-        head = getattr(text, "head_dim", None) or text.hidden_size // heads
-        key, value = (getattr(text, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
         pairs = sum(attended_pairs(text, kind, length) for kind in layer_kinds(text))
         pairs += further * attended_pairs(text, FULL, length)
         recurrent = sum(kind not in ATTENTION for kind in layer_kinds(text))
         state = 6 * recurrent * state_multiply_adds(text) * length
-        return rows * (weights * length + 6 * heads * (key + value) * pairs + state)
+        return rows * (weights * length + 6 * _attention_width(text) * pairs + state)
 
 
 FULL = "full_attention"
@@ -164,6 +161,20 @@ def attended_pairs(text: PretrainedConfig, kind: str, length: int) -> float:
         return 0.0
     window = min(text.sliding_window or length, length) if kind == "sliding_attention" else length
     return length * window - window * (window - 1) / 2
+
+
+def _attention_width(text: PretrainedConfig) -> float:
+    """Heads × the sizes of a key and a value; where these differ by layer, as Gemma-4's do, the mean over layers."""
+    # semi-private: integrations/heterogeneity/configuration_utils.py, transformers 5.23; earlier configs are all plain
+    layers = list(getattr(text, "per_layer_config", None) or [text])
+
+    def width(each: PretrainedConfig) -> int:
+        heads: int = each.num_attention_heads
+        head = getattr(each, "head_dim", None) or each.hidden_size // heads
+        key, value = (getattr(each, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+        return heads * (key + value)
+
+    return sum(map(width, layers)) / len(layers)
 
 
 _known: dict[Any, ModelFacts] = {}  # the last few configs'

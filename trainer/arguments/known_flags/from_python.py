@@ -59,5 +59,5 @@ def refuse(found: Translation, asked: str) -> None:
         asked=f"{asked}({names})",
         found="\n           ".join(lines),
         why="an argument that had no effect would be another run than it says",
-        instead="the same without; docs/flags.md has what takes the place of each",
+        instead="the same without; docs/reference/flags.md has what takes the place of each",
     )

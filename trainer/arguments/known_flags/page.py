@@ -1,16 +1,20 @@
-"""The table as a page of docs."""
+"""The table as pages of docs."""
 
 from collections.abc import Iterator, Mapping
 
-from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, Entry, word
+from shardwright.arguments.known_flags.entry import MISSING, UNNEEDED, Entry, word
 from shardwright.arguments.known_flags.table import TABLE
 
 HEAD = """# Flags of other trainers
 
+```
+python scripts/port.py train.sh        # a published command, in these options
+```
+
 What becomes here of the arguments that people know from transformers, trl, peft, LLaMA-Factory and axolotl: in a
-command, in a [`--config` file](run.md#a-run-is-a-file), in `TrainingArguments(…)`, and in
-[`scripts/port.py`](run.md#from-another-trainer). This page is written by
-`python scripts/measure/flags_page.py > docs/flags.md`, from the table in `trainer/arguments/known_flags/`.
+command, in a [`--config` file](../options.md#a-run-is-a-file), in `TrainingArguments(…)`, and in
+[`scripts/port.py`](../options.md#from-another-trainer). `python scripts/measure/reference_pages.py` writes these pages,
+from the table in `trainer/arguments/known_flags/`.
 
 - An option is named: it means the same, and is set.
 - *Not needed*: it is taken and has no effect, and the command says so and why.
@@ -18,21 +22,27 @@ command, in a [`--config` file](run.md#a-run-is-a-file), in `TrainingArguments(�
 
 A value that asks for nothing (`false`, `none`, `0`) is taken of any argument, and nothing is said.
 
+| flags of | |
+|---|---|
 """
+# page → its title, and the beginnings of the sources that are on it
+PAGES = {
+    "flags_transformers.md": ("Flags of transformers", ("transformers",)),
+    "flags_trl.md": ("Flags of trl", ("trl",)),
+    "flags_llama_factory.md": ("Flags of peft and LLaMA-Factory", ("peft", "LLaMA-Factory")),
+    "flags_axolotl.md": ("Flags of axolotl", ("axolotl",)),
+}
 
 
-def page() -> str:
-    """The page in Markdown: for each source a table of its arguments, those with one outcome in one row."""
-    return HEAD + "\n".join(_section(source, entries) for source, entries in TABLE.items())
-
-
-def counts() -> dict[str, dict[str, int]]:
-    """Source → kind → how many of its arguments."""
-    kinds = (OURS, UNNEEDED, MISSING)
-    return {
-        source: {kind: sum(entry.kind == kind for entry in entries.values()) for kind in kinds}
-        for source, entries in TABLE.items()
-    }
+def pages() -> dict[str, str]:
+    """File in docs/reference → its text: for each source a table of its arguments, those with one outcome in a row."""
+    found, index = {}, []
+    for file, (title, begins) in PAGES.items():
+        sources = {source: entries for source, entries in TABLE.items() if source.startswith(begins)}
+        head = f"# {title}\n\n```\npython scripts/port.py train.sh\n```\n\n[What the words mean](flags.md).\n\n"
+        found[file] = head + "\n".join(_section(source, entries) for source, entries in sources.items())
+        index.append(f"| {', '.join(sources)} | [{title.lower()}]({file}) |")
+    return {"flags.md": HEAD + "\n".join(index) + "\n", **found}
 
 
 def _section(source: str, entries: Mapping[str, Entry]) -> str:
