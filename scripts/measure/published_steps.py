@@ -5,8 +5,8 @@ python scripts/measure/published_steps.py
 Each row is a step of MaxText as its recipe states it: model, batch, chips, what its backward computes again. Nothing is
 compiled, so it can't be our step: FLOPs, bytes and collectives are counted from the shapes, attention and grouped
 products by the code that counts a compiled step's, and each takes the part of the chip's peak that compile.py takes
-(shardwright.compile.hlo.efficiency). The rows marked `fit` were looked at when the middles of these ranges were chosen;
-the others, every second row of a chip, were not.
+(shardwright.compile.hlo.efficiency). The rows marked `fit`, every second of a chip, are those that chose the middles of
+these ranges. The errors of the others were seen while the counting was written, so they are no blind test of it.
 """
 
 import json
