@@ -22,6 +22,7 @@ from shardwright.step.compile_guard import compiles_said
 from shardwright.step.eval_metrics import ComputeMetrics, Measures, metric_names
 from shardwright.step.eval_step import Evaluation, prefix_of
 from shardwright.step.loss import LossFunction
+from shardwright.xla.program_cache import KEPT
 
 
 def settled(
@@ -97,4 +98,4 @@ def closing(
     """The closing table of a run with the held-out loss ``name``, by the last evaluation unless it was cut short."""
     before = next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)
     losses = before, None if found is None else found[name], unigram
-    return closing_table(losses, state.log_history, compiles_said(), str(folder))
+    return closing_table(losses, state.log_history, compiles_said(), str(folder), KEPT.most_memory())

@@ -122,10 +122,11 @@ def closing_table(
     log_history: Sequence[dict[str, Any]],
     compiles: str,
     folder: str,
+    memory: int | None = None,
 ) -> Table:
     """The results of a finished run, in two columns.
 
-    ``losses`` are the held-out loss before and after (None: not measured), and the unigram model's; nats a token. If
+    ``memory``: the most bytes in use on a device, where devices count them. ``losses`` are the held-out loss before and after (None: not measured), and the unigram model's; nats a token. If
     the last is None, they are no losses of tokens.
     """
     before, after, unigram = losses
@@ -140,5 +141,7 @@ def closing_table(
         table.add_row("unigram model's loss", f"{unigram:.4f}{unit} (the same held-out tokens)")
     table.add_row("tokens/s", speed)
     table.add_row("compiles", compiles)
+    if memory:
+        table.add_row("most memory in use", f"{size(memory)} on a device")
     table.add_row("written to", Text(folder))
     return table
