@@ -126,8 +126,8 @@ def closing_table(
 ) -> Table:
     """The results of a finished run, in two columns.
 
-    ``memory``: the most bytes in use on a device, where devices count them. ``losses`` are the held-out loss before and after (None: not measured), and the unigram model's; nats a token. If
-    the last is None, they are no losses of tokens.
+    ``losses`` are the held-out loss before and after (None: not measured), and the unigram model's; nats a token. If
+    the last is None, they are no losses of tokens. ``memory``: the most bytes in use on a device, where it counts them.
     """
     before, after, unigram = losses
     # the first rate includes the compile
