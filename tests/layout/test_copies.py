@@ -119,7 +119,7 @@ def test_sizes_that_were_asked_for_are_kept_and_the_refusal_has_those_that_fit()
     assert fitted(asked, small(3 * 128), 1024)[0] is asked
     with pytest.raises(UserError) as error:
         make_plan(asked, small(3 * 128), 1024)
-    assert error.value.instead.startswith("--mesh data=8,fsdp=32,expert=4, which is 8 copies of the model; or ")
+    assert error.value.instead.startswith("--mesh data=8,fsdp=32,expert=4, which is 8 copies of the model; or\n")
     mended = recipe().with_mesh("data=8,fsdp=32,expert=4")
     assert make_plan(mended, small(3 * 128), 1024) == make_plan(fitted(recipe(), small(384), 1024)[0], small(384), 1024)
 
