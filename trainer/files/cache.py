@@ -85,13 +85,15 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def cache_root(cache_dir: Path | None = None) -> Path:
-    """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; made if need be.
-
-    Raises UserError if it is not writable.
-    """
+def cache_path(cache_dir: Path | None = None) -> Path:
+    """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; for reading alone."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))
+    return Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))
+
+
+def cache_root(cache_dir: Path | None = None) -> Path:
+    """:func:`cache_path`, made if need be. Raises UserError if it is not writable."""
+    root = cache_path(cache_dir)
     try:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()

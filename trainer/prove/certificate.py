@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.arguments.data_options import DataArguments
 from shardwright.arguments.output_options import OutputArguments
 from shardwright.errors import UserError, command
-from shardwright.files.cache import cache_root, digest
+from shardwright.files.cache import cache_path, cache_root, digest
 from shardwright.hosts.versions import other_versions
 from shardwright.job import Job
 from shardwright.prove.small_job import small_config
@@ -73,7 +73,7 @@ def said_of(job: Job) -> str | None:
     """A line for a run's start on the certificate of its recipe, options and model; None: it can have none."""
     try:
         subject = subject_of(job)
-        path = cache_root() / FOLDER / f"{subject.key}.json"
+        path = cache_path() / FOLDER / f"{subject.key}.json"
     except (UserError, OSError):
         return None
     found: Any = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwright.errors import command
-from shardwright.files.cache import cache_root, digest
+from shardwright.files.cache import cache_path, cache_root, digest
 from shardwright.job import Job
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked
@@ -104,6 +104,7 @@ def with_remat(job: Job, remat: str | float) -> Job:
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
     """Cache that ``job``, which says ``auto``, fits ``chip`` with ``share``, and which of ``values`` that keeps."""
     path = _path(job, chip)
+    cache_root()
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
         json.dump({"share": share, "kept": [str(value) for value in values if value.kept]}, made)
@@ -134,4 +135,4 @@ def untaken(job: Job, chip: str) -> str:
 def _path(job: Job, chip: str) -> Path:
     args = job.args.as_dict()
     content = [job.recipe.as_dict(), job.config.to_dict(), {name: args[name] for name in _COUNTED}, job.devices, chip]
-    return cache_root() / "remat" / f"{digest(json.loads(json.dumps(content, default=str)))}.json"
+    return cache_path() / "remat" / f"{digest(json.loads(json.dumps(content, default=str)))}.json"
