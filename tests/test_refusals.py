@@ -52,7 +52,7 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "no such recipe": ({"recipe": "mixtral_epp"}, "did you mean 'mixtral_ep'"),
     "no such recipe file": ({"recipe": "absent.py"}, "found:   no file"),
     "a recipe that fails": ({"recipe": "fails.py"}, "ZeroDivisionError"),
-    "axes that the mesh lacks": ({"mesh": "data=8"}, "axis 'data' is not one of them"),
+    "axes that the mesh lacks": ({"mesh": "expert=8"}, "axis 'expert' is not one of them"),
     "a compute policy that is none": ({"compute": "remat=most"}, "no value of remat"),
     "no such model": ({"model": "./absent"}, "no file"),
     "a model without a causal-LM head": ({"model": "t5.json"}, "without a causal-LM head"),

@@ -86,7 +86,7 @@ def _sync(path: Path) -> None:
 
 
 def cache_path(cache_dir: Path | None = None) -> Path:
-    """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; for reading alone."""
+    """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; not made."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))
 
