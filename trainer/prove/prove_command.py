@@ -78,7 +78,8 @@ def compare(small: SmallJob, console: Console) -> list[Difference]:
         theirs = plain.run(batches, rate)
     say(console, f"plain:   {STEPS} steps of the plain model; loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f}")
     with waiting(console, "compiling the sharded step …") as status:
-        ours = run_sharded(small.job, plain.source, batches, rate, lambda n: status.update(f"step {n} of {STEPS}"))
+        show = (lambda n: status.update(f"step {n} of {STEPS}")) if status is not None else None
+        ours = run_sharded(small.job, plain.source, batches, rate, show)
     say(
         console,
         f"sharded: {STEPS} steps on {small.job.devices} virtual devices; "
