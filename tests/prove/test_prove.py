@@ -201,10 +201,12 @@ def test_a_proof_that_finds_a_fault_exits_with_3_and_a_run_then_says_not_proved(
     assert certify(small, [good], [], [], 1.0, out) == 0
     assert str(certificate.said_of(run)).startswith("proved on ")
     bad = Difference("gradient", "model.norm.weight", off, 1e-5)
-    assert certify(small, [good, bad], [], [], 1.0, out) == NOT_PROVED == 3
+    less = Difference("gradient", "lm_head.weight", 1.5e-5, 1e-5)
+    assert certify(small, [good, less, bad], [], [], 1.0, out) == NOT_PROVED == 3
     said = out.file.getvalue()  # type: ignore[attr-defined]
+    assert said.index("off: gradient of model.norm.weight") < said.index("off: gradient of lm_head.weight")
     assert f"off: gradient of model.norm.weight: {off:.1e}, where rounding explains 1e-05" in said
-    assert "not proved: 1 of 2 comparisons" in said
+    assert "not proved: 2 of 3 comparisons" in said
     assert str(certificate.said_of(run)).startswith("NOT proved on ")
     (page,) = (certificate.cache_root() / certificate.FOLDER).glob("*.html")
     assert "Off by more than rounding" in page.read_text()

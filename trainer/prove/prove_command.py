@@ -165,7 +165,8 @@ def view_of(content: dict[str, Any], small: SmallJob) -> ProofView:
         for name, each in compared.items()
     ]
     rows = [(what, name, off, allowed) for what, name, off, allowed in content["differences"]]
-    wrong = [(what, f"{off:.1e}", f"{allowed:.0e}", name) for what, name, off, allowed in rows if not off <= allowed]
+    far = sorted((row for row in rows if not row[2] <= row[3]), key=lambda row: row[2] / row[3], reverse=True)
+    wrong = [(what, f"{off:.1e}", f"{allowed:.0e}", name) for what, name, off, allowed in far]
     by_parameter = [name for name in compared if name.removeprefix(_BFLOAT16) not in ("loss", "norm of the gradients")]
     table = {(what, name): f"{off:.1e}" for what, name, off, _ in rows}
     names = dict.fromkeys(name for what, name, *_ in rows if what in by_parameter)
