@@ -52,7 +52,7 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"rotary_dim", 8),
     (r".*head_dim|kv_channels|attention_head_size", 16),
     (r"(num_local|num|n_routed|moe_num)_experts", 8),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_k", lambda n: min(n, 2)),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", lambda n: min(n, 2)),
     (r"n_group|num_expert_group", lambda n: min(n, 2)),
     (r"topk_group", 1),
     (r".*lora_rank|.*_rank", 16),
@@ -186,7 +186,18 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     stated = {name: value for name, value in config.to_dict().items() if name not in _OF_FILES}
     changes = {**BY_HAND.get(config.model_type, {}), **_special(config)}
     values = stated | _small_values(config, changes)
+    depth = values.get("num_hidden_layers", 0)
+    if shared := values.get("num_kv_shared_layers", 0):  # as many as compute their own, for each kind to be among both
+        values["num_kv_shared_layers"] = min(shared, depth // 2)
+    if own := stated.get("per_layer_config"):
+        values["per_layer_config"] = {n: _scaled(v, stated, values) for n, v in own.items() if int(n) < depth}
     return type(config).from_dict(_without_long_tables(values))
+
+
+def _scaled(own: dict[str, Any], stated: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """A layer's ``own`` values, as many times those of all layers in ``small`` as they are in ``stated``."""
+    sizes = {name for name, value in own.items() if type(value) is int and small.get(name) != stated.get(name)}
+    return {n: max(1, v * small[n] // stated[n]) if n in sizes else v for n, v in own.items()}
 
 
 def _special(config: PretrainedConfig) -> dict[str, Any]:

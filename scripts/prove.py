@@ -55,10 +55,7 @@ def main() -> int:
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        console = Terminal()
-        if not console.is_terminal and "COLUMNS" not in os.environ:
-            console = Terminal(width=200)
-        return prove(args, own.devices, console, Path(folder))
+        return prove(args, own.devices, Terminal(), Path(folder))
 
 
 if __name__ == "__main__":

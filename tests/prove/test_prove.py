@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
-from transformers import AutoConfig, DeepseekV3Config, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, MixtralConfig
 
 from shardwright import Mesh, Recipe, Shard
 from shardwright.arguments.training import TrainingArguments
@@ -19,12 +20,13 @@ from shardwright.job import Job
 from shardwright.models.tiny import shrunk
 from shardwright.prove import certificate, layouts
 from shardwright.prove.batches import make_batches
-from shardwright.prove.prove_command import prove
+from shardwright.prove.prove_command import NOT_PROVED, certify, prove
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
+from shardwright.prove.trajectory import Difference
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
-CONFIGS = ROOT / "docs" / "configs"
+CONFIGS, REAL = ROOT / "docs" / "configs", ROOT / "tests" / "real"
 TWICE = """HloModule step
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -73,6 +75,35 @@ def test_a_head_of_keys_for_each_query_or_for_all_stays_so() -> None:
     kept = [shrunk(MixtralConfig(num_key_value_heads=count, **sizes)).num_key_value_heads for count in (32, 8, 1)]
     assert kept == [4, 2, 1]
     assert shrunk(DeepseekV3Config()).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "own"),
+    [
+        ("gemma_4_26b_a4b", 0, {5: {"head_dim": 64, "num_key_value_heads": 1}}),
+        ("gemma_4_e2b", 5, {4: {"head_dim": 64}}),
+    ],
+)
+def test_layers_with_widths_of_their_own_keep_them_and_some_share_their_keys(
+    name: str, shared: int, own: dict[int, dict[str, int]]
+) -> None:
+    config = AutoConfig.from_pretrained(REAL / f"{name}.json").get_text_config()
+    small = shrunk(config)
+    layers = small.per_layer_config
+    assert small.num_kv_shared_layers == shared
+    for number, values in own.items():
+        assert {key: getattr(layers[number], key) for key in values} == values
+        assert layers[number - 1].head_dim == 32
+    with torch.device("meta"):
+        assert len(AutoModelForCausalLM.from_config(small).model.layers) == len(layers)
+
+
+def test_text_without_a_class_of_its_own_is_refused() -> None:
+    config = AutoConfig.from_pretrained(REAL / "qwen3_vl_30b_a3b.json")
+    config.text_config.num_hidden_layers, config.vision_config.depth = 2, 1
+    with pytest.raises(UserError, match="it can't be proved: the plain model here is one of text alone") as refused:
+        small_job(resolved("auto", config=config, mesh="fsdp=8"))
+    assert refused.value.code == 2
 
 
 def test_an_axis_that_splits_goes_on_splitting() -> None:
@@ -161,6 +192,24 @@ def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_m
     assert "torch 2.9" in str(certificate.said_of(run))
     certificate.write(certificate.subject_of(run), {**content, "proved": False}, "")
     assert str(certificate.said_of(run)).startswith("NOT proved on 2026-01-01")
+
+
+@pytest.mark.parametrize("off", [2e-5, float("inf")], ids=["one gradient off", "one missing"])
+def test_a_proof_that_finds_a_fault_exits_with_3_and_a_run_then_says_not_proved(off: float) -> None:
+    run, out = resolved(), Console(file=io.StringIO(), width=200)
+    small, good = small_job(run), Difference("loss", "step 1", 1e-7, 1e-5)
+    assert certify(small, [good], [], [], 1.0, out) == 0
+    assert str(certificate.said_of(run)).startswith("proved on ")
+    bad = Difference("gradient", "model.norm.weight", off, 1e-5)
+    less = Difference("gradient", "lm_head.weight", 1.5e-5, 1e-5)
+    assert certify(small, [good, less, bad], [], [], 1.0, out) == NOT_PROVED == 3
+    said = out.file.getvalue()  # type: ignore[attr-defined]
+    assert said.index("off: gradient of model.norm.weight") < said.index("off: gradient of lm_head.weight")
+    assert f"off: gradient of model.norm.weight: {off:.1e}, where rounding explains 1e-05" in said
+    assert "not proved: 2 of 3 comparisons" in said
+    assert str(certificate.said_of(run)).startswith("NOT proved on ")
+    (page,) = (certificate.cache_root() / certificate.FOLDER).glob("*.html")
+    assert "Off by more than rounding" in page.read_text()
 
 
 @pytest.mark.slow

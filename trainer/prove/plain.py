@@ -161,14 +161,22 @@ def eager_model(config: PretrainedConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel) -> None:
-    """Random weights: matrices scaled by fan-in, so that every layer counts; all others moved off their first value."""
+    """Random weights: matrices scaled by fan-in, so that every layer counts; all others moved off their first value.
+
+    Behind a short convolution a norm divides what is often near zero, and rounding grows from step to step until the
+    plain model leaves its own float64. So convolutions are small, as far as that norm's epsilon, and embeddings of size
+    one, beside which a layer adds little.
+    """
     saved = model.state_dict().keys()
+    convolved = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
+    embedded = model.get_input_embeddings().weight if convolved and not model.config.tie_word_embeddings else None
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if name.endswith("A_log"):  # a state that lasts: most families' initial one is gone after a token
             parameter.copy_(noise / 2 - 1)
         elif parameter.dim() > 1 and (not parameter.any() or parameter.mean().abs() < parameter.std()):
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            size = 1.0 if parameter is embedded else parameter.shape[-1] ** -0.5
+            parameter.copy_(noise * (size / 10 if name in convolved else size))
         else:
             parameter.add_(noise / 10)
     for name, buffer in model.named_buffers():

@@ -40,7 +40,6 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
     if not all(shape.is_text for shape in shapes_of(args.dataset, args.reads)):
         args = dataclasses.replace(args, isolate_documents=True)  # as a run does
     run = Job.resolve(args, lambda: devices)
-    subject = certificate.subject_of(run)
     small = small_job(run)
     say(
         console,
@@ -51,12 +50,24 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
     say(console, f"mesh:    {' shrunk to '.join(dict.fromkeys(sizes))}")
     prepare_devices(small.job.devices)
     found = compare(small, console)
-    took = time.monotonic() - started
     notes = list(layouts.plan_findings(run.plan))
     collectives: list[tuple[str, str, str, int, int]] = []
     if dump is not None and (program := layouts.step_program(dump)) is not None:
         collectives = layouts.collectives(program, small.job.plan.mesh)
         notes += layouts.summed_twice(program, small.job.plan.mesh)
+    return certify(small, found, notes, collectives, time.monotonic() - started, console)
+
+
+def certify(
+    small: SmallJob,
+    found: Sequence[Difference],
+    notes: Sequence[str],
+    collectives: Sequence[tuple[str, str, str, int, int]],
+    took: float,
+    console: Console,
+) -> int:
+    """Print what was found, and leave the certificate and its page; returns the exit code."""
+    subject = certificate.subject_of(small.run)
     content = as_json(subject, small, found, notes, collectives, took)
     view = view_of(content, small)
     print_proof(console, view)
@@ -78,7 +89,8 @@ def compare(small: SmallJob, console: Console) -> list[Difference]:
         theirs = plain.run(batches, rate)
     say(console, f"plain:   {STEPS} steps of the plain model; loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f}")
     with waiting(console, "compiling the sharded step …") as status:
-        ours = run_sharded(small.job, plain.source, batches, rate, lambda n: status.update(f"step {n} of {STEPS}"))
+        show = (lambda n: status.update(f"step {n} of {STEPS}")) if status is not None else None
+        ours = run_sharded(small.job, plain.source, batches, rate, show)
     say(
         console,
         f"sharded: {STEPS} steps on {small.job.devices} virtual devices; "
@@ -153,7 +165,8 @@ def view_of(content: dict[str, Any], small: SmallJob) -> ProofView:
         for name, each in compared.items()
     ]
     rows = [(what, name, off, allowed) for what, name, off, allowed in content["differences"]]
-    wrong = [(what, name, f"{off:.1e}", f"{allowed:.0e}") for what, name, off, allowed in rows if not off <= allowed]
+    far = sorted((row for row in rows if not row[2] <= row[3]), key=lambda row: row[2] / row[3], reverse=True)
+    wrong = [(what, f"{off:.1e}", f"{allowed:.0e}", name) for what, name, off, allowed in far]
     by_parameter = [name for name in compared if name.removeprefix(_BFLOAT16) not in ("loss", "norm of the gradients")]
     table = {(what, name): f"{off:.1e}" for what, name, off, _ in rows}
     names = dict.fromkeys(name for what, name, *_ in rows if what in by_parameter)
@@ -176,7 +189,7 @@ def view_of(content: dict[str, Any], small: SmallJob) -> ProofView:
     verdict = f"proved: {sum(each['count'] for each in compared.values())} comparisons, none off by more than rounding"
     if not content["proved"]:
         verdict = f"not proved: {len(wrong)} of {len(rows)} comparisons are off by more than rounding"
-    moved = [(kind, axes, where, str(count), size(total)) for kind, axes, where, count, total in content["collectives"]]
+    moved = [(kind, axes, str(count), size(total), where) for kind, axes, where, count, total in content["collectives"]]
     return ProofView(
         title=f"Proof of {content['recipe']} for {content['family']}",
         proved=content["proved"],

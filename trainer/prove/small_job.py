@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from shardwright.arguments.adapter_options import PACKED, SAME
 from shardwright.arguments.training import Settings, TrainingArguments
@@ -148,6 +148,13 @@ def unproved(asked: str, found: str, why: str, instead: str) -> UserError:
 def small_config(run: Job) -> PretrainedConfig:
     """The config of the run's model, shrunk; its text part's where it has several. UserError if it can't be."""
     text = run.model.config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unproved(
+            f"a {run.model.config.model_type} model",
+            f"{type(run.model).__name__}, and no class of its text alone",
+            "the plain model here is one of text alone",
+            "the same recipe and options with a model of text of the same layers",
+        )
     try:
         return shrunk(text)
     except Exception as error:  # a family's own checks of its config raise what they like

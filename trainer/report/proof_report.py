@@ -22,11 +22,11 @@ class ProofView:
     verdict: str
     facts: Sequence[tuple[str, str]]
     quantities: Sequence[tuple[str, str, str, str, str]]  # what, compared, worst, allowed, where
-    wrong: Sequence[tuple[str, str, str, str]]  # what, name, difference, allowed
+    wrong: Sequence[tuple[str, str, str, str]]  # what, difference, allowed, where
     parameters: Sequence[tuple[str, ...]]  # name, and the worst of each quantity
     header: Sequence[str]  # of that table
     notes: Sequence[str]  # of the layout
-    collectives: Sequence[tuple[str, str, str, str, str]]  # kind, axes, module, count, bytes
+    collectives: Sequence[tuple[str, str, str, str, str]]  # kind, axes, count, bytes, module
     smaller: Sequence[tuple[str, str, str]]  # what, the run's, the proof's
 
 
@@ -37,7 +37,7 @@ def print_proof(console: Console, view: ProofView) -> None:
     for row in view.quantities:
         table.add_row(*map(Text, row))
     console.print(table)
-    for what, name, off, allowed in view.wrong[:_NAMED]:
+    for what, off, allowed, name in view.wrong[:_NAMED]:
         console.print(
             Text(f"off: {what} of {name}: {off}, where rounding explains {allowed}", style="red"), soft_wrap=True
         )
