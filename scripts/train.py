@@ -39,7 +39,7 @@ def main() -> int:
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
     import transformers
 
-    from shardwright.run import train
+    from shardwright import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
