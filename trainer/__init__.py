@@ -4,12 +4,9 @@ The names that a recipe is written with are imported at once, and load neither t
 names are imported on first use (PEP 562). `docs/reference/api.md` lists what a program may import.
 """
 
-import contextlib
-import gc
 import importlib
 import logging
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import UserError
@@ -17,7 +14,7 @@ from shardwright.hosts.user import name_user
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.recipe import Compute, Recipe
-from shardwright.xla import cuda, late_stablehlo
+from shardwright.xla import cuda, light_imports
 
 if TYPE_CHECKING:
     from shardwright.arguments.training import TrainingArguments
@@ -55,25 +52,10 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with _collecting_nothing():
+    with light_imports.uncollected():
         value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     globals()[name] = value  # the next look-up finds it there
     return value
-
-
-@contextlib.contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """Spare the garbage collector the walks over what is imported inside the ``with``: hardly any of it is garbage.
-
-    Without it they are a sixth of the import's CPU time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def __dir__() -> list[str]:
@@ -82,7 +64,7 @@ def __dir__() -> list[str]:
 
 name_user()  # before torch is imported
 cuda.choose()  # before torch_xla is
-late_stablehlo.put_off()
+light_imports.put_off()
 # XLA's C++ log tells of its own deprecations at every compile; errors still show
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
