@@ -8,6 +8,7 @@ from shardwright.arguments.run_file import with_files
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED
 from shardwright.hosts.output_streams import exit_code
+from shardwright.xla import light_imports
 
 EXIT_CODES = f"""Exit codes:
   0    done
@@ -36,10 +37,11 @@ def main() -> int:
         from shardwright.hosts.supervisor import supervise
 
         return supervise(limit, words)
-    (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
-    import transformers
+    with light_imports.uncollected():
+        (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
+        import transformers
 
-    from shardwright.run import train
+        from shardwright.run import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()

@@ -14,7 +14,7 @@ from shardwright.hosts.user import name_user
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.recipe import Compute, Recipe
-from shardwright.xla import cuda
+from shardwright.xla import cuda, light_imports
 
 if TYPE_CHECKING:
     from shardwright.arguments.training import TrainingArguments
@@ -52,7 +52,8 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    with light_imports.uncollected():
+        value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     globals()[name] = value  # the next look-up finds it there
     return value
 
@@ -63,6 +64,7 @@ def __dir__() -> list[str]:
 
 name_user()  # before torch is imported
 cuda.choose()  # before torch_xla is
+light_imports.put_off()
 # XLA's C++ log tells of its own deprecations at every compile; errors still show
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
