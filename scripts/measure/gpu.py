@@ -1,7 +1,7 @@
 """The whole program on one NVIDIA GPU: numbers beside the plain model's, speed and memory beside transformers' Trainer.
 
-python scripts/measure/gpu.py                     # at most eight minutes on an H100; the dearest rows come last
-python scripts/measure/gpu.py --only llama,mixtral
+python scripts/measure/gpu.py                  # some eight minutes on an H100 (estimated); the dearest rows come last
+python scripts/measure/gpu.py --only gradients,speed
 
 Each row is a process of its own. Speed: 4 rows of 4,096 tokens, bfloat16, random weights, AdamW, the median step. The
 rows of transformers' Trainer need a torch with CUDA: the same models and shapes, bfloat16 autocast, float32 weights,
@@ -54,10 +54,8 @@ ROWS, LENGTH, STEPS = 4, 4096, 20
 # row → the recipe's compute policies
 SPEED = {
     "llama": "remat=none,scan=False",
-    "llama, full remat": "remat=full,scan=False",
     "llama, scanned": "remat=none",
-    "mixtral": "remat=none,scan=False",
-    "mixtral, full remat": "remat=full,scan=False",
+    "mixtral": "remat=full,scan=False",
 }
 
 
@@ -95,7 +93,7 @@ def main() -> int:
             f"{found['bytes'] / 1e9:.1f} GB at most, {found['compile']:.0f} s to the second step",
             flush=True,
         )
-    for name, compiled in (("mixtral", ""), ("llama", ""), ("llama", "compiled")) if "trainer" in kinds else ():
+    for name, compiled in (("mixtral", ""), ("llama", "compiled")) if "trainer" in kinds else ():
         found = _run("trainer", name, compiled)
         print(
             f"transformers' Trainer, {name}{', torch.compile' * bool(compiled)}: {found['milliseconds']:.1f} ms, "
