@@ -37,7 +37,11 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
     """
     started = time.monotonic()
     check_provable(args)
-    if not all(shape.is_text for shape in shapes_of(args.dataset, args.reads)):
+    if args.dataset is None:  # the proof's tokens are random, so an objective on other records needs none either
+        texts = any(shape.is_text for shape in args.reads)
+    else:
+        texts = all(shape.is_text for shape in shapes_of(args.dataset, args.reads))
+    if not texts:
         args = dataclasses.replace(args, isolate_documents=True)  # as a run does
     run = Job.resolve(args, lambda: devices)
     small = small_job(run)
