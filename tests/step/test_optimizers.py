@@ -285,7 +285,7 @@ def test_a_file_in_the_folder_is_an_optimizer_that_is_offered_planned_trained_sa
     tmp_path, monkeypatch
 ):
     (tmp_path / "sgd.py").write_text(SGD)
-    command = [sys.executable, "-c", WITH_IT, str(tmp_path), "--help"]
+    command = [sys.executable, "-c", WITH_IT, str(tmp_path), "--help", "optimizer"]
     told = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert "sgd (one moment, of gradients as they are)" in told
     assert "sgd: momentum=0.9 (the moment's decay)" in told
