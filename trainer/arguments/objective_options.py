@@ -73,7 +73,7 @@ class ObjectiveChoice(Checked):
         return OBJECTIVES[self.objective]
 
     def check_objective(self) -> None:
-        self.choose("objective")
+        self.choose("objective", list(OBJECTIVES))
         self.check("mtp_loss_weight", self.mtp_loss_weight > 0, "it is a weight", MTP_WEIGHT)
         if self.mtp_loss_weight != MTP_WEIGHT and not self.train_mtp:
             raise UserError(

@@ -56,7 +56,7 @@ class OptimizerArguments(Checked):
     adam_epsilon: float = _adamw("adam_epsilon")
 
     def check_optimizer(self) -> None:
-        self.choose("optim")
+        self.choose("optim", list(OPTIMIZERS))  # a test, or a program, may have added one
         self.at_least(0, "it can't be negative", "weight_decay")
         entry = OPTIMIZERS[self.optim]
         for name, number in _OF_ADAMW.items():
