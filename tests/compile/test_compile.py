@@ -66,7 +66,7 @@ def test_what_cant_be_is_one_message_and_exit_code_2_before_anything_is_compiled
         r"no option --topolgy; did you mean '--topology'": [*good, "--topolgy", "v5e:2x4"],
         r"'garbage'": [*good, "--compiler_options", "garbage"],
         r"--slices 1": [*good, "--slices", "0"],
-        r"attention='shardwright'": [*good, "--isolate_documents", "--compute", "attention=sdpa"],
+        r"attention=shardwright": [*good, "--isolate_documents", "--compute", "attention=sdpa"],
         r"did you mean 'llama_fsdp'": ["--recipe", "lama_fsdp", "--topology", "v5e:2x4"],
     }
     environment = {**os.environ, "SHARDWRIGHT_CACHE": str(cache / "unused")}
