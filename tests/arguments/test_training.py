@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -61,12 +60,7 @@ def truth(value: object) -> object:
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_the_options_are_those_that_transformers_parser_makes_and_help_says_something_of_each(kind: type) -> None:
     names = ("option_strings", "dest", "nargs", "const", "default", "type", "required")
-    # theirs would hand argparse all that an option has beside its text
-    plain = [
-        (f.name, f.type, dataclasses.field(default=f.default, metadata={"help": f.metadata["help"]}))
-        for f in fields(kind)
-    ]
-    parsers = options_parser([kind]), transformers.HfArgumentParser(dataclasses.make_dataclass(kind.__name__, plain))
+    parsers = options_parser([kind]), transformers.HfArgumentParser(kind)
     for action in parsers[1]._actions:
         if action.type is string_to_bool:  # theirs takes no bare --bf16
             action.nargs, action.const = "?", True

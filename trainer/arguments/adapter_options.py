@@ -34,7 +34,6 @@ class AdapterArguments(Checked):
     lora_r: int | None = option(
         None,
         "Train LoRA factors of this rank beside frozen weights, and nothing else. Default: train all weights.",
-        common=True,
     )
     lora_alpha: float | None = option(None, "What the factors add is scaled by alpha / r. Default: twice --lora_r.")
     lora_target: str = option(

@@ -173,14 +173,13 @@ def options_parser(kinds: Sequence[Any], description: str | None = None, epilog:
     about = "Show the common options, the options of a group, or `all`."
     parser.add_argument("-h", "--help", nargs="?", action=HelpAction, metavar="GROUP", help=about)
     for kind in kinds:
+        parser.common |= {*getattr(kind, "COMMON", ())}
         hints = get_type_hints(kind)
         for each in fields(kind):
             name, title = group_of(kind, each.name)
             if name not in parser.option_groups:
                 parser.option_groups[name] = parser.add_argument_group(f"{name}: {title.rstrip('.')}")
             _add(parser.option_groups[name], each, hints[each.name])
-            if each.metadata.get("common"):
-                parser.common.add(each.name)
     return parser
 
 

@@ -21,7 +21,6 @@ class DataArguments(Checked):
         "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit), with "
         "#split if that is not `train`; or several, mixed by their sizes (a.jsonl,b.jsonl) or each with its "
         "share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the source of Python's standard library.",
-        common=True,
     )
     text_column: str | None = option(
         None,
@@ -72,7 +71,7 @@ class DataArguments(Checked):
     )
     streaming: bool = option(False, "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.")
     shuffle_rows: int = option(2048, "Rows that --streaming mixes; memory: so many x --sequence_length x 4 bytes.")
-    sequence_length: int = option(256, "Tokens a row.", common=True)
+    sequence_length: int = option(256, "Tokens a row.")
     isolate_documents: bool = option(
         False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
     )

@@ -20,13 +20,11 @@ class ModelArguments(Checked):
         "auto",
         "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from --model's "
         "own parallel plan and shapes, on the axes of --mesh.",
-        common=True,
     )
     model: str | None = option(
         None,
         "Hub id (id@revision) or local checkpoint folder, whose weights are the start; or a config's .json file, for "
         "random weights. Default: the recipe's own small model, with random weights.",
-        common=True,
     )
     revision: str | None = option(
         None, "Branch, tag or commit of --model's repository, as in --model id@revision. Default: main as it is now."
@@ -40,7 +38,6 @@ class ModelArguments(Checked):
         None,
         "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`; of auto any of the axes data, fsdp, inner, "
         "expert, tensor. `sequence` splits the tokens of each row, in any recipe (docs/recipe_parts.md).",
-        common=True,
     )
     compute: str | None = option(
         None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipe_parts.md)."

@@ -49,7 +49,7 @@ def _field(name: str, options: list[Number | Choice]) -> tuple[str, Any, Any]:
 class ObjectiveChoice(Checked):
     """The objective, under trl's names."""
 
-    objective: str = option(DEFAULT, _help(), choices=list(OBJECTIVES), common=True)
+    objective: str = option(DEFAULT, _help(), choices=list(OBJECTIVES))
     train_mtp: bool = option(
         False,
         "Train the MTP layers too, which guess further tokens (DeepSeek-V3, GLM-4.5, Qwen3-Next); their loss is added. "

@@ -43,7 +43,6 @@ class OptimizerArguments(Checked):
         "What updates the weights. "
         f"It is: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
         choices=list(OPTIMIZERS),
-        common=True,
     )
     optim_args: str | None = option(
         None,

@@ -16,12 +16,10 @@ FALSE_WORDS = {"no", "false", "f", "n", "0"}
 _MOST = 2**32 - 1  # for any whole number: the largest seed that every library takes
 
 
-def option(default: Any, help: str, choices: Sequence[str] = (), *, common: bool = False) -> Any:
-    """A field of a dataclass of options, with its text in ``--help``, and the words it is one of, if it is.
-
-    ``common``: the short help shows it.
-    """
-    return field(default=default, metadata={"help": help, "choices": tuple(choices), "common": common})
+def option(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
+    """A field of a dataclass of options, with its text in ``--help``, and the words it is one of, if it is."""
+    # no other keys: transformers' HfArgumentParser hands them all to argparse
+    return field(default=default, metadata={"help": help, **({"choices": tuple(choices)} if choices else {})})
 
 
 def kind_of(hint: Any) -> tuple[type, bool]:
@@ -122,7 +120,7 @@ class Checked:
     def choose(self, name: str, known: Sequence[str] = ()) -> None:
         """Refuse a value of the option ``name`` that is not in ``known``, or among the option's own choices."""
         value, options = getattr(self, name), {each.name: each for each in fields(self)}  # type: ignore[arg-type]
-        known = known or options[name].metadata["choices"]
+        known = known or options[name].metadata.get("choices", ())
         if value not in known:
             raise UserError(
                 asked=f"--{name} {value}",

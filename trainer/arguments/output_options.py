@@ -14,7 +14,6 @@ class OutputArguments(Checked):
     output_dir: str | None = option(
         None,
         "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken.",
-        common=True,
     )
     overwrite_output_dir: bool = option(False, "Write into an output directory that is not empty.")
     logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
@@ -34,9 +33,8 @@ class OutputArguments(Checked):
         "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps; `epoch`: "
         "also after each epoch of the data.",
         choices=("no", "steps", "epoch"),
-        common=True,
     )
-    eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.", common=True)
+    eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
     eval_on_start: bool = option(True, "Evaluate before the first step too; a resumed run never does so again.")
     max_eval_rows: int = option(
         256, "The most held-out rows that an evaluation reads, spread evenly over all and always the same; 0: all."
@@ -47,7 +45,7 @@ class OutputArguments(Checked):
         "at the end), or `best` (whenever the held-out loss is the lowest yet).",
         choices=("no", "steps", "epoch", "best"),
     )
-    save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.", common=True)
+    save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.")
     save_total_limit: int | None = option(
         None,
         "Checkpoints of this run to keep; the oldest go once a new one is whole. The newest and the best always stay.",
@@ -56,7 +54,6 @@ class OutputArguments(Checked):
         None,
         "`latest`: go on from output_dir's newest whole checkpoint, or start anew if there is none yet, so that a "
         "launcher can always give the same command. Or the path of a checkpoint-N, on disk or in a store.",
-        common=True,
     )
     staging_dir: str | None = option(
         None,
@@ -86,7 +83,6 @@ class OutputArguments(Checked):
         None,
         "Answer the prompts in this file at each evaluation, into samples.jsonl and report.html of --output_dir: one "
         "prompt a line, or JSON-lines with `prompt` or `messages`.",
-        common=True,
     )
     sample_tokens: int = option(64, "The most tokens of an answer.")
     sample_temperature: float = option(0.0, "What logits are divided by before a token is drawn; 0: the likeliest one.")

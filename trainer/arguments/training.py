@@ -37,28 +37,30 @@ class TrainingArguments(
     """
 
     group_title = "The batch, the length of the run, learning rates and routers."
+    # what the short help shows
+    COMMON = (
+        *("recipe", "model", "mesh", "dataset", "sequence_length", "optim", "lora_r", "objective", "output_dir"),
+        *("eval_strategy", "eval_steps", "save_steps", "resume_from_checkpoint", "sample_prompts"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
+        *("learning_rate", "warmup_steps"),
+    )
 
     per_device_train_batch_size: int = option(
-        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more.", common=True
+        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more."
     )
-    gradient_accumulation_steps: int = option(
-        1, "Micro-batches an optimizer step; all inside one XLA computation.", common=True
-    )
+    gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
     num_train_epochs: float | None = option(
         None,
         "Times through the data, where --max_steps says nothing; --streaming knows no length, and takes those.",
-        common=True,
     )
     max_steps: int = option(
         -1,
         "Optimizer steps; they win over --num_train_epochs. Default: as many as the epochs are, and without those "
         f"{DEFAULT_STEPS}.",
-        common=True,
     )
     learning_rate: float | None = option(
         None,
         "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights.",
-        common=True,
     )
     lr_scheduler_type: str = option(
         "linear", f"One of transformers' schedulers that need no loss: {', '.join(KINDS)}.", choices=KINDS
@@ -67,7 +69,7 @@ class TrainingArguments(
         default=None, metadata={"help": """Further arguments of that scheduler, as JSON: '{"min_lr_rate": 0.1}'."""}
     )
     warmup_steps: float = option(
-        20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps.", common=True
+        20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps."
     )
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
     router_z_loss_coef: float = option(

@@ -10,25 +10,23 @@ from shardwright.errors import UserError
 class CompileArguments:
     """The slice to compile for, the search, and the report; the job itself is in the training options."""
 
-    topology: str | None = option(
-        None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …", common=True
-    )
-    slices: int = option(1, "Slices of that topology, joined by the data-centre network.", common=True)
+    COMMON = ("topology", "slices", "search", "tune", "report", "json")  # what the short help shows
+
+    topology: str | None = option(None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …")
+    slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
     search: bool = option(
         False,
         "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches "
         "and remat auto. Each with its estimated tokens/s, the fastest first on the page and in the JSON. Minutes for "
         "each.",
-        common=True,
     )
     tune: int = option(
         0,
         "Search so many minutes for the fastest recipe, mesh, batch and remat, by the estimate, and report on what is "
         "found; the same command goes on with the search. 60 are a good beginning.",
-        common=True,
     )
-    report: str | None = option(None, "Write the report as an HTML page to this file.", common=True)
-    json: str | None = option(None, "Write the report as JSON to this file.", common=True)
+    report: str | None = option(None, "Write the report as an HTML page to this file.")
+    json: str | None = option(None, "Write the report as JSON to this file.")
     compiler_options: str = option(
         "",
         "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
