@@ -95,7 +95,7 @@ def _rows_like(query: Array) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a kernel is made of besides its arrays."""
+    """A kernel's parameters besides its arrays."""
 
     name: str
     tile: _Tile
@@ -202,7 +202,7 @@ def _store(ref: Any, index: tuple[Any, ...], start: Any, value: Array) -> None:
     triton.store(ref.at[(*index, pl.ds(start, len(value)), pl.ds(0, wide))], value.astype(ref.dtype), mask=mask)
 
 
-def _dot(a: Array, b: Array, **how: bool) -> Array:
+def multiplied(a: Array, b: Array, **how: bool) -> Array:
     """The product in float32; float32 factors are not rounded to TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return pl.dot(a, b, precision=precision, **how)
@@ -262,7 +262,7 @@ def _forward(
 
     def body(y: Any, masked: bool, carry: Any) -> Any:
         acc, top, total = carry
-        scores, _ = _score(call, _dot(q, _block(key, (b, k), y * C, C), trans_b=True))
+        scores, _ = _score(call, multiplied(q, _block(key, (b, k), y * C, C), trans_b=True))
         if masked:
             index = y * C + jnp.arange(C, dtype=jnp.int32)
             theirs = others[_row_of(others, b), pl.ds(y * C, C)]
@@ -271,7 +271,7 @@ def _forward(
         new = jnp.maximum(top, scores.max(1))
         weights, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(top - new)
         v = _block(value, (b, k), y * C, C)
-        acc = acc * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        acc = acc * shrink[:, None] + multiplied(weights.astype(v.dtype), v)
         return acc, new, total * shrink + weights.sum(1)
 
     top, total = jnp.full(Q, _LOWEST, jnp.float32), jnp.zeros(Q, jnp.float32)
@@ -306,16 +306,16 @@ def _backward_query(
 
     def body(y: Any, masked: bool, acc: Any) -> Any:
         keys = _block(key, (b, k), y * C, C)
-        scores, slope = _score(call, _dot(q, keys, trans_b=True))
+        scores, slope = _score(call, multiplied(q, keys, trans_b=True))
         if masked:
             index = y * C + jnp.arange(C, dtype=jnp.int32)
             theirs = others[_row_of(others, b), pl.ds(y * C, C)]
             seen = _seen(call, position[:, None], segment[:, None], index[None], theirs[None])
             scores = jnp.where(seen, scores, -jnp.inf)
         weights = jnp.exp2(scores - top[:, None])
-        grad_weights = _dot(grad, _block(value, (b, k), y * C, C), trans_b=True)
+        grad_weights = multiplied(grad, _block(value, (b, k), y * C, C), trans_b=True)
         grad_scores = weights * (grad_weights - mean[:, None]) * slope
-        return acc + _dot(grad_scores.astype(keys.dtype), keys)
+        return acc + multiplied(grad_scores.astype(keys.dtype), keys)
 
     acc = jnp.zeros((Q, _power(query.shape[3])), jnp.float32)
     _store(grad_query, (b, h), x * Q, _visit(call, ranges, (_row_of(ranges, b), x), body, acc))
@@ -349,16 +349,16 @@ def _backward_key(
             acc_key, acc_value = carry
             rows = pl.ds(x * Q, Q)
             q, grad = (_block(ref, (b, h), x * Q, Q) for ref in (query, grad_out))
-            scores, slope = _score(call, _dot(keys, q, trans_b=True))  # [C, Q]: no product has a factor to turn
+            scores, slope = _score(call, multiplied(keys, q, trans_b=True))  # [C, Q]: no product has a factor to turn
             if masked:
                 segment = own[_row_of(own, b), rows]
                 seen = _seen(call, positions[rows][None], segment[None], index[:, None], theirs[:, None])
                 scores = jnp.where(seen, scores, -jnp.inf)
             weights = jnp.exp2(scores - logsumexp[b, h, rows][None])
-            acc_value += _dot(weights.astype(grad.dtype), grad)
-            grad_weights = _dot(values, grad, trans_b=True)
+            acc_value += multiplied(weights.astype(grad.dtype), grad)
+            grad_weights = multiplied(values, grad, trans_b=True)
             grad_scores = weights * (grad_weights - dot[b, h, rows][None]) * slope
-            return acc_key + _dot(grad_scores.astype(q.dtype), q), acc_value
+            return acc_key + multiplied(grad_scores.astype(q.dtype), q), acc_value
 
         return _visit(call, ranges, (_row_of(ranges, b), y), body, carry)
 

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 # configures jax: it must come before jax itself
+from shardwright.models.ops.cuda_attention import multiplied
 from shardwright.models.ops.jax_call import Array, jax, jnp, lax
 
 # isort: split
@@ -107,9 +108,9 @@ def _product(group: Any, start: Any, end: Any, x: Any, w: Any, y: Any, *, tile: 
         sides = None if N % columns == 0 else within
         if contract_last:
             b = _load(w.at[g, there, here], _at(sides, 1), _at(ragged, 0))
-            return acc + _dot(a, b, trans_b=True)
+            return acc + multiplied(a, b, trans_b=True)
         b = _load(w.at[g, here, there], _at(ragged, 1), _at(sides, 0))
-        return acc + _dot(a, b)
+        return acc + multiplied(a, b)
 
     # no rows, no turns: a `where` of two numbers would reach Triton as a truth value
     turns = jnp.minimum(high - low, 1) * -(-K // depth)
@@ -136,7 +137,7 @@ def _outer(start: Any, end: Any, a: Any, b: Any, *refs: Any, tile: Any) -> None:
         mine = low + i * depth + jnp.arange(depth, dtype=jnp.int32) < high if ends else None
         left = _load(a.at[rows, here], _at(mine, 1), _at(above, 0))
         right = _load(b.at[rows, there], _at(mine, 1), _at(within, 0))
-        return acc + _dot(left, right, trans_a=True)
+        return acc + multiplied(left, right, trans_a=True)
 
     whole = (high - low) // depth
     acc = lax.fori_loop(0, whole, functools.partial(body, ends=False), jnp.zeros((lines, columns), jnp.float32))
@@ -160,9 +161,3 @@ def _and(*masks: Array | None) -> Array | None:
 def _load(ref: Any, *masks: Array | None) -> Array:
     mask = _and(*masks)
     return triton.load(ref) if mask is None else triton.load(ref, mask=mask, other=0.0)
-
-
-def _dot(a: Array, b: Array, **how: bool) -> Array:
-    """The product in float32; float32 factors are not rounded to TF32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return pl.dot(a, b, precision=precision, **how)

@@ -183,7 +183,7 @@ def _described(name: str) -> str:
 
 
 def signature(each: Name) -> str:
-    """How it is made or called, as Python writes it; of a dataclass its own fields."""
+    """The way it is made or called, as Python writes it; of a dataclass its own fields."""
     node = each.node
     if each.name in ("Shard", "Replicate"):
         return {"Shard": "Shard(dim)", "Replicate": "Replicate()"}[each.name]

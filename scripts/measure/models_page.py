@@ -161,7 +161,7 @@ def in_order(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def row_of(kind: str, facts: Any) -> Row:
-    """What the plan says of a model; its repositories are still to be named."""
+    """The plan's answers about a model; its repositories are still to be named."""
     flops = facts.training_flops(1, LENGTH)
     return Row(
         kind,

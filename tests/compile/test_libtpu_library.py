@@ -1,4 +1,4 @@
-"""Which libtpu compiles: the installed one, a file, a folder, or a version in the cache."""
+"""The choice of the libtpu that compiles: the installed one, a file, a folder, or a version in the cache."""
 
 from __future__ import annotations
 

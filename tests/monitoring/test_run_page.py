@@ -113,7 +113,7 @@ def browser() -> Any:
 
 
 def hovered(browser: Browser, title: str, step: float, down: float = 0.5) -> str:
-    """What the chart called ``title`` says with the pointer over a step, at a part of its height from above."""
+    """The text of the chart called ``title`` says with the pointer over a step, at a part of its height from above."""
     chart = f"[...document.querySelectorAll('figure.chart')].find(f => f.textContent.includes({json.dumps(title)}))"
     browser.evaluate(f"{chart}.scrollIntoView({{block: 'center'}})")
     x, y = browser.evaluate(

@@ -1,4 +1,4 @@
-"""What a proof shrinks, refuses, checks of a layout, and leaves: a certificate that a run of the same kind finds."""
+"""A proof: its small model, refusals, checks of a layout, and the certificate, which a run of the same kind finds."""
 
 from __future__ import annotations
 

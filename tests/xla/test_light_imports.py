@@ -1,4 +1,4 @@
-"""What a start leaves for later (`trainer/xla/light_imports.py`): it is not loaded, and is whole for who asks."""
+"""Modules that a start leaves for later (`trainer/xla/light_imports.py`): not loaded, and whole for who asks."""
 
 from __future__ import annotations
 

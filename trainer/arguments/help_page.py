@@ -61,7 +61,7 @@ def in_brief(text: str) -> str:
 
 
 def shown_as(field: Field[Any], hint: Any) -> dict[str, Any]:
-    """How the option of a field shows its value: the words to choose from, or the kind; a switch shows none."""
+    """The form in which an option shows its value: the words to choose from, or the kind; a switch shows none."""
     kind, optional = kind_of(hint)
     if choices := field.metadata.get("choices"):
         return {"metavar": "{" + ",".join(choices) + "}"}

@@ -113,7 +113,7 @@ class Mesh:
         ]
 
         def distance(mesh: Mesh) -> tuple[float, list[float]]:
-            """How far the sizes are from these; of two as far the one that keeps the innermost axes."""
+            """The distance of the sizes from these; of two as far the one that keeps the innermost axes."""
             each = [round(abs(math.log(mesh.axes[axis] / size)), 9) for axis, size in fixed.items()]
             return round(sum(each), 9), each[::-1]
 

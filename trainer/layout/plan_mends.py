@@ -69,7 +69,7 @@ class Mends:
         return title + f",{_BREAK}".join(_line(*each) for each in lines.items())
 
     def of_regex(self, pattern: str, unmatched: Collection[str]) -> tuple[str, str] | None:
-        """What an idle ``pattern`` would match if read otherwise, and lines for that; None: nothing either."""
+        """The count that an idle ``pattern`` matches if read otherwise, and lines for that; None: nothing either."""
         how, meant = _meant(pattern, self._names)
         wanted = [name for name in meant if name in unmatched] or meant
         if not wanted:
@@ -169,7 +169,7 @@ def _changes(axes: Sequence[str], rank: int) -> Iterator[Callable[[Layout], Layo
 
 
 def _meant(pattern: str, names: Iterable[str]) -> tuple[str, list[str]]:
-    """How a pattern that matches nothing as a glob may have been meant, and what it would match so."""
+    """The likely meaning of a pattern that matches nothing as a glob, and what it would match so."""
     names = list(names)
     try:
         as_regex = re.compile(pattern)

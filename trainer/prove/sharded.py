@@ -78,5 +78,5 @@ def unstacked(plan: ShardingPlan, placed: Mapping[str, Tensor]) -> Iterator[tupl
 
 
 def _trained(job: Job, tensors: Tensors) -> Tensors:
-    """Those that take part in the loss: a stack may have layers that do not."""
+    """The parameters that take part in the loss: a stack may have layers that do not."""
     return {name: values for name, values in tensors.items() if name not in job.unused[0]}

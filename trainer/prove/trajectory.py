@@ -1,4 +1,4 @@
-"""What either side of a proof leaves of its steps, in the model's own names, on the CPU; and how far the two differ."""
+"""Ten steps of either side of a proof, in the model's own names, on the CPU; and how far the two differ."""
 
 import math
 import re
@@ -64,7 +64,7 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """How much of what is allowed is used up."""
+        """The part of what is allowed that is used up."""
         return self.off / self.allowed if self.off == self.off else math.inf
 
 

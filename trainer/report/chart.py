@@ -27,7 +27,7 @@ _POINTS = 6_000  # of all lines of a chart together
 
 @dataclass(frozen=True)
 class Style:
-    """How a chart is drawn.
+    """The look of a chart.
 
     Args:
         floor: the vertical axis reaches down to it.

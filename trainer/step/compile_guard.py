@@ -13,7 +13,7 @@ COMPILED: Counter[str] = Counter()  # step → times that this process has compi
 
 
 def compiles_said() -> str:
-    """What this process has compiled: each step by its name, and the number of all other graphs."""
+    """The programs that this process has compiled: each step by its name, and the number of all other graphs."""
     steps = [f"{what} {count}" for what, count in COMPILED.items() if count]
     others = compile_count() - COMPILED.total()
     return f"{', '.join(steps) or 'no step'}; {others} small graphs around them (weights, metrics)"

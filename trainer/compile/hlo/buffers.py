@@ -58,7 +58,7 @@ def held_over_time(buffers: str) -> dict[str, int]:
 
 
 def _alive(assignment: str, values: list[_BufferValue]) -> tuple[list[_BufferValue], dict[str, int]]:
-    """Those of ``values`` that are alive when all take most bytes, and the bytes each time that some begin.
+    """The ``values`` that are alive when all take most bytes, and the bytes each time that some begin.
 
     A shared place counts once.
     """

@@ -60,7 +60,7 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
 
 
 def _columns_offered(columns: Mapping[str, Any], named: str | None) -> str:
-    """What to write for records with these columns; ``named``: the one that --text_column names."""
+    """The option to write for records with these columns; ``named``: the one that --text_column names."""
     texts = [name for name, feature in columns.items() if getattr(feature, "dtype", "") in ("string", "large_string")]
     near = difflib.get_close_matches(named or "", texts, n=1)
     offered = ", or ".join(f"--text_column {name}" for name in (near or texts)[:2])
