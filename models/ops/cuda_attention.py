@@ -1,8 +1,8 @@
 """Flash attention for an NVIDIA GPU, in Pallas for Triton, which XLA's compiler for CUDA has inside.
 
 Dao, "FlashAttention-2", arXiv:2307.08691, with two kernels for the backward instead of sums that depend on the order in
-which programs end, as atomic additions would. A program keeps one block, and visits the range of
-blocks of the other kind of which it sees anything. Where it sees all of them, no mask is computed.
+which programs end, as atomic additions would. A program keeps one block, and visits the range of blocks of the other
+kind of which it sees anything. Where it sees all of them, no mask is computed.
 
 Shape suffixes: B batch, H query heads, K key heads, S queries, T keys, D head dimension of query and key, E that of
 value, Q and C tokens of a block of queries and of keys, X and Y such blocks.
