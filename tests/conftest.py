@@ -97,7 +97,7 @@ SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the slow tests to `-m slow`, but for those that are named; where they run, they come last, longest first."""
+    """Leaves the slow tests to `-m slow`, but for those named; where they run, they come last, longest first."""
     if not config.option.markexpr and not any("::" in name for name in config.args):
         left = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
