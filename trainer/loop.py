@@ -282,7 +282,7 @@ class TrainingLoop:
         self.stop.after_step(step)
 
     def _log_evaluate_save(self) -> None:
-        """As the control says. A stop by signal saves before it logs: the saved state is that of a run that went on."""
+        """Do as the control says. A stop by signal saves before it logs: its state is that of a run that went on."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
             self.log.steps(self._last_rate)

@@ -79,7 +79,7 @@ class Start:
             yield
 
     def weights_said(self, resume: RunCheckpoint | None) -> str:
-        """Which weights the run starts from."""
+        """The weights that the run starts from, in words."""
         args, found = self.job.args, []
         if not _needs_base(self.job, resume):
             pass

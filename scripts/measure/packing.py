@@ -1,4 +1,4 @@
-"""How full rows of samples are, beside trl's `bfd`, on three distributions of lengths.
+"""Measure how full rows of samples are, beside trl's `bfd`, on three distributions of lengths.
 
 pip install --no-deps trl==1.16.0
 python scripts/measure/packing.py

@@ -44,7 +44,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the step computes, apart from layout. docs/recipe_parts.md explains experts, layers that repeat, and memory.
+    """The step's computation, apart from layout. docs/recipe_parts.md explains experts, layers that repeat, and memory.
 
     Args:
         dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere.

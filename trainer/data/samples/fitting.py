@@ -27,7 +27,7 @@ from shardwright.objectives.objective import RecordShape
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How records become samples, and samples rows."""
+    """The options by which records become samples, and samples rows."""
 
     train_on_prompt: bool = False  # the loss is on every token, not on the answers alone
     overflow: str = "truncate_right"  # for samples longer than a row: of shardwright.arguments.data_options.OVERFLOW

@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def scored(self) -> int:
-        """How many targets the loss is on; a first token is no target."""
+        """The number of targets that the loss is on; a first token is no target."""
         return int((self.labels[1:] != IGNORE).sum())
 
 
