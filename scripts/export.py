@@ -48,7 +48,7 @@ def main() -> None:
     from shardwright.model.facts import facts_of
     from shardwright.model.peft_config import read_config
     from shardwright.weights.adapter_weights import merge_factors
-    from shardwright.weights.formats.published import base_dtype
+    from shardwright.weights.formats.plain_weights import base_dtype
     from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export, kept_in_float32
     from shardwright.weights.peft_files import AdapterFiles, save_adapter

@@ -33,7 +33,7 @@ from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
-from shardwright.weights.formats.published import PackedWeight
+from shardwright.weights.formats.plain_weights import PackedWeight
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.names import first_names
