@@ -24,6 +24,7 @@ from shardwright.arguments.help_page import METAVARS, in_brief
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, command
 from shardwright.hosts.output_streams import exit_code
+from shardwright.xla.light_imports import uncollected
 
 if TYPE_CHECKING:
     from shardwright.layout.auto import AutoRecipe
@@ -36,6 +37,7 @@ _RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "
 _RUN |= dict.fromkeys(("rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"), str)
 
 
+@uncollected()
 def main() -> None:
     parser = Parser(__doc__)
     recipes = "name in recipes/, or path of a .py file; or auto: made from --model's own parallel plan and shapes"
