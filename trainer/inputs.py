@@ -35,7 +35,7 @@ class RunInputs:
     tokenizer: PreTrainedTokenizerBase | None = None
     train: Dataset | IterableDataset | None = None
     evaluated: Mapping[str, Any] = field(default_factory=dict)  # held-out records, by the names of their sets
-    collator: Collator | None = None  # it has made samples of `train` and `evaluated` already
+    collator: Collator | None = None  # already applied to `train` and `evaluated`
     compute_loss: Callable[..., Any] | None = None
     compute_metrics: Callable[..., Any] | None = None
 

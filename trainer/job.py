@@ -32,7 +32,7 @@ from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
 
-# of a row, without packing: how often it is halved at most, since each length costs a compile, and its fewest tokens
+# rows that are not packed: the most halvings of their length, each of which costs a compile, and their fewest tokens
 HALVINGS, SHORTEST = 3, 32
 
 
@@ -40,9 +40,9 @@ HALVINGS, SHORTEST = 3, 32
 class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
-    A neighbour shares the model's facts, and with them all that was tried with it. ``recipe`` has the overrides of
-    ``args``: ``--mesh``, ``--compute``, ``--bf16``; and the axis ``data`` that it was given to fit so many devices,
-    for which ``copies`` has the reason.
+    A neighbour shares the model's facts, which hold every result of trying the model. ``recipe`` has the overrides
+    ``--mesh``, ``--compute`` and ``--bf16`` of ``args``. It may have got an axis ``data`` to fit so many devices; then
+    ``copies`` is the reason, in words.
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -70,7 +70,7 @@ class Job:
         written = _written_recipe(args, recipe)
         config = config or meta_model.load_config(settings.model, written or UNMADE)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config, args.train_mtp)
-        # a job that the model can't do is refused before a device is asked for, which may have to open the devices
+        # what the model can't do is refused first: counting the devices may open them
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
         used, copies = fitted(written or _made_recipe(args, facts, devices), facts.model, devices)
@@ -215,7 +215,7 @@ class Job:
 
     def fingerprint(self) -> dict[str, str]:
         """Texts that must be equal on all hosts, or they would wait for each other for ever: arguments, code, …"""
-        own = ("output_dir", "staging_dir")  # the first host chooses the one for all, each host the other for itself
+        own = ("output_dir", "staging_dir")  # the first host chooses the output folder; staging is each host's own
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}
         del texts["the job's training_args.json"]

@@ -167,7 +167,7 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    # before the first step nothing was learned; and only a UserError is, by rule, on all hosts
+                    # before the first step nothing was learned; of all errors only a UserError is raised on every host
                     if self.train_step.begun and (isinstance(why, UserError) or not hosts().several):
                         goes_on = not self.stop.any and self.goes_on_after(why)
                         self.watch.note_end() if goes_on else self._write_out()
@@ -240,8 +240,8 @@ class TrainingLoop:
         return self.state.global_step >= self.args.max_steps or self.control.should_training_stop or self.stop.any
 
     def _evaluate_first(self) -> None:
-        # a resumed run evaluates only if a signal cut short the evaluation before its save: its losses and its best
-        # weights are then those of a run that was never stopped
+        # A resumed run evaluates only where a signal cut short the evaluation that was due before the save. So it has
+        # the losses and the best weights of a run that was never stopped.
         state = self.state
         if self.resume is None:
             if self.args.eval_on_start:

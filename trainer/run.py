@@ -109,7 +109,7 @@ class Start:
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``; raises as it does. False: it went back, and :meth:`open`'s next loop goes on."""
+        """Train with ``loop``. False: a spike sent the run back to a checkpoint, and :meth:`open`'s next loop goes on."""
         before = self.rollbacks.back
         try:
             loop.train()
@@ -196,7 +196,7 @@ def _close(loop: TrainingLoop, console: Console) -> None:
         return
     args, tokenizer = loop.args, loop.corpus.tokenizer
     writes = not args.entry.scores_texts and args.sample_prompts is None and tokenizer is not None
-    if writes and hosts().once(lambda: console.is_terminal):  # two more graphs are compiled: all hosts do, or none
+    if writes and hosts().once(lambda: console.is_terminal):  # compiles two more graphs: on all hosts or none
         show_completions(loop.placed, tokenizer, loop.evaluator.first, console)
     steps = hosts().once(lambda: live_steps(loop.folder))
     for line in next_commands(args, loop.folder, max(steps, default=None)):
@@ -235,7 +235,7 @@ def prepare(
 ) -> Start:
     """Refuse what can be, cheapest first.
 
-    Until the end no device is opened, and nothing is written but what a run had staged and not yet copied to the output
+    It opens no device, and writes nothing but checkpoints that an earlier run staged and did not yet copy to the output
     folder. If the run ``writes``, its output folder must be free. Raises UserError.
     """
     args.check_beside(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
@@ -317,12 +317,12 @@ def _at_its_commit(job: Job, resume: RunCheckpoint, asked: str | None) -> Job:
 
 
 def _needs_base(job: Job, resume: RunCheckpoint | None) -> bool:
-    """Whether a run starts from more than a checkpoint, which of an adapter or a part of a model is not the whole."""
+    """Whether a run reads weights beside a checkpoint's: it has none, or only an adapter's or a part of the model's."""
     return resume is None or job.facts.is_part or job.lora is not None
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
-    """``job``, keeping samples apart in rows of several; refused if the model can't. Reads no more than columns."""
+    """``job``, with samples isolated where they share a row; UserError if the model can't. Only columns are read."""
     args = job.args
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated, "eval_dataset")

@@ -44,7 +44,7 @@ _OVER.set_result(None)
 
 
 def _over(future: Future[Any]) -> bool:
-    """Whether all hosts' have ended: one that went on, or wrote out its model, alone would compute what none joins."""
+    """Whether all hosts' writes have ended: one that went on alone would wait for the others in a computation."""
     return future is _OVER or all(hosts().gather(future.done()))
 
 
@@ -121,7 +121,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.check_held()
         own = resume if resume is not None and resume.folder == folder_of(self.output, resume.step) else None
         steps = steps_in(self.output)
-        stay = steps  # if the lineage is damaged, all may be the run's
+        stay = steps  # all of them if the lineage is damaged: each may be the run's
         with suppress_damage():
             stay = [step for step in noted_steps(self.output) if own is None or step > own.step]
         for step in steps:
@@ -133,7 +133,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return line
 
     def _clear(self, staging: Staging) -> None:
-        """Removes earlier lives' staged checkpoints: they have arrived, or this life goes another way."""
+        """Removes staged checkpoints of earlier lives: they are in the output folder, or are not this life's."""
         for step in steps_in(staging.place):
             if not manifest.is_whole(folder_of(self.output, step)):
                 place = folder_of(staging.place, step)
@@ -159,7 +159,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         host = {**host, "lineage": {str(step): mark for step, mark in self.lineage.items()}}
         texts = {**self.texts, "host.json": as_json(host), "trainer_state.json": as_json(asdict(trainer_state))}
         fill = functools.partial(_fill, self._hosts, snapshot, shapes, texts)
-        # a path, to another folder's checkpoint, is not this run's to remove
+        # a path leads to another folder's checkpoint, which this run may not remove
         match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
         best = int(match[1]) if match else None
         self._writing = self._thread.submit(self._write, host["step"], fill, best, urgent)
@@ -174,7 +174,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         if not _over(self._writing):
             return None
         saved = self._written()
-        if saved is None and _over(self._copying):  # and no write under way begins another
+        if saved is None and _over(self._copying):  # no write is under way that could begin another copy
             self._copied()
         return saved
 
@@ -260,7 +260,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def _copy_until(self, staging: Staging, newest: int) -> None:
         """Copies the checkpoints staged up to step ``newest``; those that can't be written stay there."""
         job = self._copy_hosts
-        # the first host says which: the other thread of another host may be a save ahead
+        # the first host says which: on another host the writing thread may be a save ahead
         for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
             source, started = folder_of(staging.place, step), time.perf_counter()
             try:
