@@ -109,7 +109,7 @@ class Start:
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``. False: a spike sent the run back to a checkpoint, and :meth:`open`'s next loop goes on."""
+        """Train with ``loop``. False: a spike sent the run back to a checkpoint, and the next :meth:`open` goes on."""
         before = self.rollbacks.back
         try:
             loop.train()

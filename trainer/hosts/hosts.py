@@ -119,7 +119,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def answerable(self) -> Iterator[None]:
-        """Inside the ``with``, an error that ends this host ends the others: they would wait for it in a computation."""
+        """Within it an error that ends this host ends the others, which would wait for it in a computation."""
         try:
             yield
         except BaseException as error:
