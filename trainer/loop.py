@@ -15,7 +15,7 @@ from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.trained_model import TrainedModel
-from shardwright.checkpoint.write import Saved
+from shardwright.checkpoint.write import SaveResult
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -348,7 +348,7 @@ class TrainingLoop:
             ended = self.checkpoints.wait(must_arrive=False)
         self._tell_saved(ended)
 
-    def _tell_saved(self, ended: Saved | None) -> None:
+    def _tell_saved(self, ended: SaveResult | None) -> None:
         """Log a write that has ended, and tell of each save whose checkpoint is whole in the output folder by now."""
         self.log.saved(ended)
         for step in [step for step in self._untold if self.checkpoints.has_arrived(step)]:

@@ -6,10 +6,9 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import elastic, output_folder, staging
@@ -32,7 +31,7 @@ from shardwright.files.hub_names import split
 from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
-from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
+from shardwright.hosts.restarts import Restarts, check_limit, note_passing
 from shardwright.hosts.versions import other_versions
 from shardwright.inputs import RunInputs, TrainerCallbacks
 from shardwright.job import Job
@@ -40,7 +39,7 @@ from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described, stored_said
-from shardwright.monitoring.callbacks import open_trackers
+from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left, next_commands
 from shardwright.monitoring.run_page import PAGE
 from shardwright.prove import certificate
@@ -174,7 +173,7 @@ def train(
     """
     loop, console = None, console or Terminal()
     try:
-        noted = [_Noted()] if restarts is not None else []
+        noted = [SupervisorNotes()] if restarts is not None else []
         with unwinding():
             start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
@@ -201,27 +200,6 @@ def _close(loop: TrainingLoop, console: Console) -> None:
     steps = hosts().once(lambda: live_steps(loop.folder))
     for line in next_commands(args, loop.folder, max(steps, default=None)):
         say(console, line)
-
-
-class _Noted(TrainerCallback):
-    """Notes for the supervisor how the run's command goes on, as soon as there is something to go on from."""
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._begun:
-            self._begun = True
-            note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved=False))
-            self._look(args)
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if self._begun and "saved_step" in (logs or {}):
-            self._look(args)
-
-    def _look(self, args: Any) -> None:
-        if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
-            note(more=words_again(args.output_dir, args.resume_from_checkpoint, saved=True))
 
 
 def prepare(

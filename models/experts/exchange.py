@@ -144,7 +144,7 @@ def in_rounds(
         held, axes: the numbers of the experts held here; the axes that split the experts, and all.
         came: the received values, if kept, of the tensor before these two in the planned rounds: it is not sent again.
     """
-    exchange = (_Gathered if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
+    exchange = (_ToAll if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
     zero = jnp.int32(0)
     first = (zero, exchange.stop(zero))
     every = range(len(tensors))
@@ -237,7 +237,7 @@ def in_rounds(
     return carry, cut(out)
 
 
-class _Gathered:
+class _ToAll:
     """Gives every device the whole window."""
 
     def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:

@@ -58,7 +58,7 @@ def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[i
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A save that has ended: its step, its bytes, and the seconds that writing took, to the staging folder if any."""
 
     step: int
@@ -90,7 +90,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.run = ""  # this life's name
         self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[Saved | None] = _OVER
+        self._writing: Future[SaveResult | None] = _OVER
         # a copy under way must not hold up the save after SIGTERM
         self._copy_hosts = hosts().beside() if staging is not None else self._hosts
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
@@ -142,7 +142,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def save(
         self, state: Tensors, host: Mapping[str, Any], trainer_state: TrainerState, *, urgent: bool = False
-    ) -> tuple[float, Saved | None]:
+    ) -> tuple[float, SaveResult | None]:
         """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
         If ``urgent``, as the process may be killed soon, it does not wait for a copy from the staging folder. Returns
@@ -169,7 +169,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         """Whether this run's checkpoint of ``step`` is whole in ``output``."""
         return step in self.lineage and step not in self._waiting
 
-    def finished(self) -> Saved | None:
+    def finished(self) -> SaveResult | None:
         """The write that has ended on all hosts since the last call, if one has; raises StorageError if it failed."""
         if not _over(self._writing):
             return None
@@ -178,7 +178,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._copied()
         return saved
 
-    def wait(self, *, must_arrive: bool = True) -> Saved | None:
+    def wait(self, *, must_arrive: bool = True) -> SaveResult | None:
         """Waits for the write under way, which it returns, and for the copies of staged checkpoints to ``output``.
 
         If they ``must_arrive``, those that could not be copied are tried once more. Raises StorageError if one failed.
@@ -199,7 +199,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             )
         return saved
 
-    def _written(self) -> Saved | None:
+    def _written(self) -> SaveResult | None:
         writing, self._writing = self._writing, _OVER
         return self._ended(writing)
 
@@ -229,7 +229,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     # ---- in the threads ----
 
-    def _write(self, step: int, fill: Callable[[Folder], Files], best: int | None, urgent: bool) -> Saved:
+    def _write(self, step: int, fill: Callable[[Folder], Files], best: int | None, urgent: bool) -> SaveResult:
         started, job, files = time.perf_counter(), self._hosts, None
         if self.staging is not None and (urgent or len(self._waiting) < MOST):
             files = self._stage(self.staging, step, fill, best)
@@ -239,7 +239,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._note(step, job.once(lambda: manifest.mark(folder_of(self.output, step))))
             self._expire(job, best)
         size = sum(int(entry["bytes"]) for entry in files.values())
-        return Saved(step, size, time.perf_counter() - started)
+        return SaveResult(step, size, time.perf_counter() - started)
 
     def _stage(self, staging: Staging, step: int, fill: Callable[[Folder], Files], best: int | None) -> Files | None:
         """Writes a checkpoint into the staging folder, to be copied from there; None if that has no room for it."""

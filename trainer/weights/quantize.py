@@ -101,7 +101,7 @@ _UNWRITTEN = f"it is read, and {', '.join(SCHEMES)} alone are written", f"--form
 
 
 @dataclass
-class Quantized:
+class QuantizedTensors:
     """An export's tensors, some of them quantized."""
 
     asked: str
@@ -212,7 +212,7 @@ class Quantized:
 
 def quantize(
     asked: str, model: PreTrainedModel, tensors: Mapping[str, Lazy], base: HubWeights | None
-) -> Quantized | None:
+) -> QuantizedTensors | None:
     """Choose what of an export's plain ``tensors`` is quantized, and how; None: nothing is, as in the base.
 
     ``asked``: a name in :data:`SCHEMES`, or ``same``: the base's own. Where the base is quantized it says which weights
@@ -236,7 +236,7 @@ def quantize(
         return None
     if asked == SAME or (own and set(own.values()) <= {scheme.form for scheme in SCHEMES[asked]}):
         _check_written(asked, own, base)
-        return Quantized(asked, settings, own, packed)
+        return QuantizedTensors(asked, settings, own, packed)
     scheme, linear = _chosen(asked, model, tensors, own)
     # engines join a module's projections, and so want all of them in one format
     mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
@@ -250,7 +250,7 @@ def quantize(
     if not chosen:
         found = f"no linear weight that loaders read in it in the layers of {a_type(model)}"
         raise _refused(asked, found, "nothing would be quantized")
-    return Quantized(asked, scheme.settings(left_out), forms, packed, unread=unread)
+    return QuantizedTensors(asked, scheme.settings(left_out), forms, packed, unread=unread)
 
 
 def _around(name: str) -> str:

@@ -18,7 +18,7 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.data.samples.tally import BECAUSE, REASONS
-from shardwright.data.samples.unpaired import one_by_one
+from shardwright.data.samples.unpaired_answers import one_by_one
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.distill import TEACHER, width
