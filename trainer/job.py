@@ -145,7 +145,7 @@ class Job:
             found.append("router_loss has no effect: transformers' sequence classification adds none (nor does trl)")
         return found
 
-    @property
+    @functools.cached_property
     def router_loss(self) -> bool:
         """Whether the model's own load-balancing loss is part of the loss."""
         return self.recipe.compute.router_loss and not self.facts.scores_texts
@@ -174,12 +174,12 @@ class Job:
         unused, entries = self.unused[0], self.stored.parameters
         return {e.name: [e.trained and name not in unused for name in self.stored.members(e.name)] for e in entries}
 
-    @property
+    @functools.cached_property
     def micro_batch_rows(self) -> int:
         """Rows of a micro-batch, on all devices together."""
         return self.args.per_device_train_batch_size * self.plan.batch_shards
 
-    @property
+    @functools.cached_property
     def row_lengths(self) -> tuple[int, ...]:
         """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one."""
         length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # devices that share a row
@@ -191,7 +191,7 @@ class Job:
         """Batch divisor of a decode step: the shards of a batch's tokens, or every device for dropless experts."""
         return self.devices if self.recipe.compute.experts == "dropless" else self.plan.token_shards
 
-    @property
+    @functools.cached_property
     def evaluation_rows(self) -> int:
         """Rows of an evaluation batch: a micro-batch's, or fewer with a capacity.
 
@@ -204,12 +204,12 @@ class Job:
             rows = min(rows, max(1, 2 * slots // length))
         return rows * self.plan.batch_shards
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of a step: of all its micro-batches."""
         return self.micro_batch_rows * self.args.gradient_accumulation_steps
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         return self.rows * self.args.sequence_length
 
