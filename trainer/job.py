@@ -70,7 +70,7 @@ class Job:
         written = _written_recipe(args, recipe)
         config = config or meta_model.load_config(settings.model, written or UNMADE)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config, args.train_mtp)
-        # what the model can't do is refused first: counting the devices may open them
+        # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
         used, copies = fitted(written or _made_recipe(args, facts, devices), facts.model, devices)
