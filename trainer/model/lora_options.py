@@ -132,7 +132,7 @@ def plan_of(
 
 
 def stored_said(facts: ModelFacts, plan: ShardingPlan, args: TrainingArguments) -> str:
-    """How the model under an adapter is stored."""
+    """The storage of the model under an adapter, in words."""
     return base_storage.said(args.base_dtype, plan, facts, inner_weights(facts.model))
 
 

@@ -106,7 +106,7 @@ class Loss:
         packed = "segment_ids" in batch
         if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
             inputs["attention_mask"] = self.objective.balanced(batch)
-        real = None  # in training 1 for a token and 0 for padding, [rows, S], if there is padding or a use for it
+        real = None  # [rows, S], 1 for a token and 0 for padding; in training, where there is padding or a use for it
         if training and packed:
             real = (batch["segment_ids"] > 0).to(torch.float32)
         elif training and self.router_losses.any:

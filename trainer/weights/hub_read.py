@@ -35,7 +35,7 @@ from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
 from shardwright.weights.formats.format import DEQUANTIZED
-from shardwright.weights.formats.published import FormatError, Published, plain
+from shardwright.weights.formats.plain_weights import FormatError, PlainWeights, plain
 from shardwright.weights.hub_files import fetched
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
@@ -142,7 +142,7 @@ class HubWeights:
             why = "a wrapper of the model (torch.compile, PEFT, …) seems to have put it before some of the names"
             raise refused(self.asked, str(error), why, "files that hold each weight once") from error
 
-    def _dequantized(self, stored: Stored) -> Published:
+    def _dequantized(self, stored: Stored) -> PlainWeights:
         """The tensors as plain weights; raises UserError where they are quantized and can't be read."""
         settings = quantization_settings(self.model.config)
         try:

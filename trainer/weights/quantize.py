@@ -33,7 +33,7 @@ from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
-from shardwright.weights.formats.published import PackedWeight
+from shardwright.weights.formats.plain_weights import PackedWeight
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.names import first_names
@@ -101,7 +101,7 @@ _UNWRITTEN = f"it is read, and {', '.join(SCHEMES)} alone are written", f"--form
 
 
 @dataclass
-class Quantized:
+class QuantizedTensors:
     """An export's tensors, some of them quantized."""
 
     asked: str
@@ -212,7 +212,7 @@ class Quantized:
 
 def quantize(
     asked: str, model: PreTrainedModel, tensors: Mapping[str, Lazy], base: HubWeights | None
-) -> Quantized | None:
+) -> QuantizedTensors | None:
     """Choose what of an export's plain ``tensors`` is quantized, and how; None: nothing is, as in the base.
 
     ``asked``: a name in :data:`SCHEMES`, or ``same``: the base's own. Where the base is quantized it says which weights
@@ -236,7 +236,7 @@ def quantize(
         return None
     if asked == SAME or (own and set(own.values()) <= {scheme.form for scheme in SCHEMES[asked]}):
         _check_written(asked, own, base)
-        return Quantized(asked, settings, own, packed)
+        return QuantizedTensors(asked, settings, own, packed)
     scheme, linear = _chosen(asked, model, tensors, own)
     # engines join a module's projections, and so want all of them in one format
     mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
@@ -250,7 +250,7 @@ def quantize(
     if not chosen:
         found = f"no linear weight that loaders read in it in the layers of {a_type(model)}"
         raise _refused(asked, found, "nothing would be quantized")
-    return Quantized(asked, scheme.settings(left_out), forms, packed, unread=unread)
+    return QuantizedTensors(asked, scheme.settings(left_out), forms, packed, unread=unread)
 
 
 def _around(name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwright.files.arrays import LazyArray
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from tests.support.slices import assert_every_slice
 
 HELD = load_file(Path(__file__).with_name("bitsandbytes.safetensors"))

@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-p
 
 from shardwright.files.arrays import whole
 from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from shardwright.weights.quantize import SCHEMES
 from tests.support import quantized
 

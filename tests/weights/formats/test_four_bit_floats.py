@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # semi-private, transformers 5.23
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-private, transformers 5.23
 
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from tests.support.slices import assert_every_slice
 
 

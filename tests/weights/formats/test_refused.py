@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from shardwright.weights.weight_files import INDEX
 from tests.support import quantized
 from tests.support.hub_models import config_of, save_theirs
