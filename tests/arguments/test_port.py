@@ -21,7 +21,13 @@ from tests.support.training import environment
 FOLDER = ROOT / "tests/arguments/published"
 ALPACA = {"model": "meta-llama/Llama-2-7b-hf", "dataset": "./alpaca_data.json", "warmup_steps": 0.03, "bf16": True}
 QLORA = {"lora_r": 32, "lora_alpha": 16.0, "base_dtype": "nf4", "lora_target": "all-linear", "eval_strategy": "epoch"}
-CHATS = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "optimizer_dtype": "bfloat16"}
+CHATS = {
+    "dataset": "chats.jsonl,more.jsonl,my/chats:en#train_sft",
+    "eval_strategy": "steps",
+    "optimizer_dtype": "bfloat16",
+}
+CHATS |= {"eval_dataset": "held_out=held_out.jsonl,set2=my/held-out"}
+NAMED = f"{FOLDER}/data/identity.json,my/alpaca:en#train_demo,chats.jsonl"  # by the dataset_info.json there
 LORA = {"lora_r": 32, "lora_target": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.05}
 # file → arguments, those that are not carried, some of the options
 CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
@@ -35,13 +41,17 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
         {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k#train_sft", "packing": False},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
-    "axolotl_qlora.yml": (35, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
+    "axolotl_qlora.yml": (36, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
     "axolotl_full.sh": (
-        30,
-        {"optimizer"},
+        39,
+        {"optimizer", "datasets.roles"},
         {**CHATS, "run_name": "first"},
     ),
-    "llamafactory_lora_sft.yaml": (28, set(), {"lora_r": 8, "lora_target": "all-linear", "packing": False}),
+    "llamafactory_lora_sft.yaml": (
+        33,
+        {"dataset.columns.tools"},
+        {"dataset": NAMED, "lora_r": 8, "lora_target": "all-linear", "packing": False},
+    ),
     "llamafactory_dpo.sh": (26, set(), {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16}),
     "run_clm.sh": (20, {"fp16"}, {"dataset": "wikitext:wikitext-103-raw-v1", "bf16": True, "warmup_steps": 500}),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Arguments of trl's trainers and scripts (1.16), and those of earlier releases and of the alignment handbook."""
 
+from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several, template
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
@@ -7,9 +8,7 @@ from shardwright.arguments.known_flags.entry import (
     all_of,
     behind,
     fills,
-    first_to_train_on,
     missing,
-    only_one,
     ours,
     same,
     sets,
@@ -239,12 +238,12 @@ OLDER: dict[str, Entry] = {
     "num_of_sequences": unneeded("rows are packed as the data are read"),
     "chars_per_token": unneeded("tokens are counted"),
     "eval_dataset_name": ours("eval_dataset"),
-    "dataset_mixer": ours("dataset", read=only_one),
+    "dataset_mixer": ours("dataset", read=several),
     "dataset_splits": behind("dataset", "#", read=first_to_train_on),
     "dataset_configs": missing(
         "a dataset's configuration stands behind its name", "--dataset id:configuration", many=True
     ),
-    "chat_template": ours("chat_template"),
+    "chat_template": ours("chat_template", read=template),
     "text_column": ours("text_column"),
     "auto_insert_empty_system_msg": unneeded("a conversation is rendered as it is"),
     "clean_up_tokenization_spaces": unneeded("nothing is decoded in training"),
