@@ -26,7 +26,7 @@ CHATS = {
     "eval_strategy": "steps",
     "optimizer_dtype": "bfloat16",
 }
-CHATS |= {"eval_dataset": "held_out=held_out.jsonl,set2=my/held-out"}
+CHATS |= {"eval_dataset": "held_out=held_out.jsonl,unseen=my/unseen"}
 NAMED = f"{FOLDER}/data/identity.json,my/alpaca:en#train_demo,chats.jsonl"  # by the dataset_info.json there
 LORA = {"lora_r": 32, "lora_target": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.05}
 # file → arguments, those that are not carried, some of the options
