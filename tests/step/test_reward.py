@@ -49,7 +49,7 @@ def expected(model: Any, columns: Columns, padding: int) -> tuple[torch.Tensor, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "padding", "accumulation"),
-    [("llama_tp", UNUSED, 2), ("mixtral_ep", byte_tokenizer().eos_token_id, 1)],  # the second ends every text
+    [("llama_tp", UNUSED, 2), ("llama_cp", UNUSED, 1), ("mixtral_ep", byte_tokenizer().eos_token_id, 1)],  # the last ends every text
 )
 def test_loss_and_every_gradient_are_the_plain_models(recipe: str, padding: int, accumulation: int) -> None:
     config = reward_config(small_config(load_recipe(recipe), **WORDS))
