@@ -76,10 +76,16 @@ def test_each_argument_is_carried_or_named_and_the_options_parse(name: str, tmp_
     assert by_file == by_words == TrainingArguments(**found.options)
 
 
-def test_what_is_said_of_an_adapter_counts_only_where_one_is_trained(tmp_path: Path) -> None:
+def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_its_shares(
+    tmp_path: Path,
+) -> None:
     for text, adapted in (("trl sft --lora_r 8 --load_in_4bit", False), ("trl sft --lora_r 8 --use_peft", True)):
         (tmp_path / "train.sh").write_text(text)
         assert ("lora_r" in ported(read_published(str(tmp_path / "train.sh"))).options) == adapted
+    mixed = "datasets: [{path: a/b, name: en, fraction: 0.75, columns: [messages]}, {path: c/d, fraction: 0.25}]\n"
+    (tmp_path / "sft.yaml").write_text(mixed)
+    (tmp_path / "train.sh").write_text("trl sft --config sft.yaml")
+    assert ported(read_published(str(tmp_path / "train.sh"))).options["dataset"] == "a/b:en:0.75,c/d:0.25"
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 

@@ -59,7 +59,12 @@ def held_out(value: Any) -> str:
 
 
 def _described(entry: Mapping[str, Any]) -> list[str]:
-    """A dataset in axolotl's words (`path`, `name`, `split`, `revision`, `data_files`), as --dataset takes it."""
+    """A dataset in axolotl's or trl's words (`path`, `name`, `split`, `fraction`, …), as --dataset takes it."""
+    if (share := entry.get("fraction")) is not None:
+        whole = _described({key: value for key, value in entry.items() if key != "fraction"})
+        if len(whole) != 1:
+            raise ValueError("a share is that of one file, or of a folder of them")
+        return [f"{whole[0]}:{share}"]
     split, path, files = (entry.get(name) for name in ("split", "path", "data_files"))
     split = str(split or "train")
     if "[" in split or "+" in split:

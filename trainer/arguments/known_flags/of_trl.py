@@ -18,6 +18,7 @@ from shardwright.arguments.known_flags.entry import (
 from shardwright.arguments.known_flags.of_transformers import (
     COLUMNS,
     DTYPE,
+    HELD_OUT,
     KERNELS,
     LOADER,
     NO_CODE,
@@ -59,6 +60,15 @@ COMMON: dict[str, Entry] = {
     "eos_token": missing("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
     "disable_dropout": unneeded("dropout is what the model's config says, which is none since Llama"),
     "chat_template_path": ours("chat_template"),
+}
+
+# the `datasets` of a YAML file: a mixture, each by its place and its share
+MIXTURE: dict[str, Entry] = {
+    "datasets": ours("dataset", "without fractions they are mixed by their sizes", several),
+    "datasets.columns": unneeded("columns say what records are"),
+    "datasets.data_dir": missing("a dataset is taken whole", "--dataset with a folder of its files"),
+    "streaming": ours("streaming"),
+    "test_split_size": HELD_OUT,
 }
 
 SFT: dict[str, Entry] = {

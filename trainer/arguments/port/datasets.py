@@ -9,8 +9,15 @@ from typing import Any
 
 from shardwright.errors import UserError, in_short
 
-_LISTS = {"datasets", "test_datasets", "pretraining_dataset"}  # of axolotl
-_OF_PLACE = {"path", "name", "split", "revision", "data_files"}  # keys of an entry that are written in --dataset
+_LISTS = {"datasets", "test_datasets", "pretraining_dataset"}  # of axolotl and trl
+_OF_PLACE = {
+    "path",
+    "name",
+    "split",
+    "revision",
+    "data_files",
+    "fraction",
+}  # keys of an entry that are written in --dataset
 _INFO = "dataset_info.json"
 _URLS = ("hf_hub_url", "file_name")  # of an entry of that file, the first that it has
 
@@ -21,16 +28,14 @@ def spread(program: str, pairs: Sequence[tuple[str, Any]], folder: Path) -> list
     ``folder``: where the command lies, beside which LLaMA-Factory's names of datasets are looked up. Raises UserError
     if its file of them can't be read.
     """
-    if program == "axolotl":
-        return [made for name, value in pairs for made in ((name, value), *_keys(name, value))]
     if program == "llamafactory":
         found = _info(Path(str(dict(pairs).get("dataset_dir") or "data")), folder)
         return [made for name, value in pairs for made in _looked_up(name, value, *found)]
-    return list(pairs)
+    return [made for name, value in pairs for made in ((name, value), *_keys(name, value))]
 
 
 def _keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The keys of the entries in an axolotl list, each value once."""
+    """The keys of the entries in a list, each value once."""
     entries = value if name in _LISTS and isinstance(value, list) else []
     said = [(key, each) for entry in entries if isinstance(entry, Mapping) for key, each in entry.items()]
     for number, (key, each) in enumerate(said):
