@@ -41,7 +41,7 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
         {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k#train_sft", "packing": False},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
-    "axolotl_qlora.yml": (36, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
+    "axolotl_qlora.yml": (37, {"chat_template"}, {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
     "axolotl_full.sh": (
         39,
         {"optimizer", "datasets.roles"},

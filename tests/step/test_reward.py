@@ -47,13 +47,17 @@ def expected(model: Any, columns: Columns, padding: int) -> tuple[torch.Tensor, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "padding", "accumulation"),
-    # the last one's padding ends every text
-    [("llama_tp", UNUSED, 2), ("llama_cp", UNUSED, 1), ("mixtral_ep", byte_tokenizer().eos_token_id, 1)],
+    ("recipe", "mesh", "padding", "accumulation"),
+    [
+        ("llama_tp", "fsdp=2,tensor=2,sequence=2", UNUSED, 2),
+        ("mixtral_ep", None, byte_tokenizer().eos_token_id, 1),  # which ends every text
+    ],
 )
-def test_loss_and_every_gradient_are_the_plain_models(recipe: str, padding: int, accumulation: int) -> None:
+def test_loss_and_every_gradient_are_the_plain_models(
+    recipe: str, mesh: str | None, padding: int, accumulation: int
+) -> None:
     config = reward_config(one_layer(recipe, **WORDS))
-    case, columns = make_case(recipe, config, accumulation=accumulation, more=OPTIONS), pairs()
+    case, columns = make_case(recipe, config, mesh=mesh, accumulation=accumulation, more=OPTIONS), pairs()
     case.step.placed.loss.objective.padding = padding
     loss, gradients = case.gradients(as_batch(columns))
     plain, _ = expected(case.reference, columns, padding)
