@@ -142,8 +142,8 @@ class _Auditor:
                 self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
             elif name == "merged" and count:
                 self.note("merged", place)
-            elif finding := {"turns alone": "turn alone", "earlier turns": "earlier turn"}.get(name if count else ""):
-                self.note(finding, place, f"turns: {count}")
+            elif choice := {"turns alone": "turn alone", "earlier turns": "earlier turn"}.get(name if count else ""):
+                self.note(choice, place, f"turns: {count}")
         for name, _ in unread_of(sample.counts):
             self.note("lost" if is_meant(name) else "not read", place, name)
         self._keep(place, sample, kept)
