@@ -45,8 +45,16 @@ RATE = missing("all weights have one learning rate", "--learning_rate")
 PER_EPOCH = "steps are counted here: a share of an epoch is a number of steps"
 TEMPLATE = ours(
     "chat_template",
-    read=template,
     at={
+        **all_of(
+            "alpaca aya cohere command_a deepseek_v2 deepseek_v3 exaone exaone4 falcon_h1 gemma gemma3 gemma4 inst "
+            "jamba llama3 llama3_2_vision llama4 llava metharme mistral_v1 mistral_v2v3 mistral_v3_tekken phi_3 phi_35 "
+            "phi_4 pixtral qwen2_vl qwen3 qwen3_5 qwen_25",
+            missing(
+                "no such template ships; the tokenizer's own is used where it has one",
+                "--chat_template with the hub id of a chat model that has it",
+            ),
+        ),
         "tokenizer_default": unneeded("the tokenizer's own is used"),
         "tokenizer_default_fallback_chatml": unneeded("the tokenizer's own is used; a base model takes chatml by name"),
         "jinja": unneeded("chat_template_jinja says which"),

@@ -1,6 +1,6 @@
 """Arguments of trl's trainers and scripts (1.16), and those of earlier releases and of the alignment handbook."""
 
-from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several, template
+from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
@@ -253,7 +253,7 @@ OLDER: dict[str, Entry] = {
     "dataset_configs": missing(
         "a dataset's configuration stands behind its name", "--dataset id:configuration", many=True
     ),
-    "chat_template": ours("chat_template", read=template),
+    "chat_template": ours("chat_template"),
     "text_column": ours("text_column"),
     "auto_insert_empty_system_msg": unneeded("a conversation is rendered as it is"),
     "clean_up_tokenization_spaces": unneeded("nothing is decoded in training"),
