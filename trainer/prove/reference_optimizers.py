@@ -86,7 +86,7 @@ def _muon(groups: Groups, rule: Any, rate: float) -> torch.optim.Optimizer:
     return EachMatrix(groups, rate, **numbers)
 
 
-REFEREES: Mapping[str, Referee] = {
+REFEREES: dict[str, Referee] = {  # --optim → its reference
     "adamw": Referee(
         "torch's AdamW",
         lambda groups, rule, rate: torch.optim.AdamW(groups, lr=rate, betas=(rule.beta1, rule.beta2), eps=rule.epsilon),
