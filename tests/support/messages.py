@@ -1,4 +1,4 @@
-"""The texts that may stand in the `instead` of a UserError, read off the code: through helpers that build errors too."""
+"""The texts that may stand in the `instead` of a UserError, read off the code: through helpers that build errors."""
 
 from __future__ import annotations
 
