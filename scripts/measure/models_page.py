@@ -23,7 +23,7 @@ from shardwright.hosts.output_streams import exit_code
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "tests/model/real_configs.jsonl.gz"
 RECORDS = ROOT / "docs/records"
-GENERATIONS = ("v5e", "v6e", "v5p")
+GENERATIONS = ("v5e", "v6e", "v5p", "tpu7x")
 # rows of docs/records/tpu/adapters.md that name their model → its recipe; the others are of Mixtral-8x7B
 PUBLISHED = {"gpt-oss-120b": "gpt_oss_ep", "DeepSeek-V3": "deepseek_v3_ep"}
 LORA_R, LENGTH = 16, 4096

@@ -25,6 +25,7 @@ STEPS, DEVICES = 10, 8
 LENGTH, PAIR_LENGTH = 32, 48  # tokens of a row; windows and chunks of a shrunk model are shorter
 RATE = 3e-4  # where --learning_rate is not given
 _RANK = 4
+MOST_TAUGHT = 64  # of the 256 tokens of a shrunk vocabulary
 # options that change the loss or the update and that no referee has here, with why
 _NO_REFEREE = {
     "train_mtp": "transformers' models leave MTP layers out",
@@ -181,6 +182,8 @@ def _small_args(args: Settings) -> Settings:
         more["rank_pattern"] = ",".join(f"{part.partition('=')[0]}=2" for part in args.rank_pattern.split(","))
     if args.has_adapter:
         more["base_dtype"] = "float32"
+    if args.objective == "distill":
+        more["teacher_top_k"] = min(int(args.goal.numbers["teacher_top_k"]), MOST_TAUGHT)
     return replace(
         args,
         model=None,
