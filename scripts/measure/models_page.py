@@ -59,9 +59,9 @@ Compiled at full depth with one sequence of 4,096 tokens a chip ([all weights](r
 PLANNED = """## By the plan
 
 The smallest slice of each generation whose chips hold weights, gradients and optimizer state in 75 % of their memory,
-by recipe `auto`, in float32; the frozen model of LoRA (rank {rank}) in bfloat16. It is the *plan's* word, and an
-estimate: `scripts/compile.py` tells whether a step fits. Tokens/s are an estimate too: the FLOPs that training needs,
-at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the steps that were
+by recipe `auto`, in float32; the frozen model of LoRA (rank {rank}) in bfloat16. A chip of tpu7x is two devices. It is
+the *plan's* word, and an estimate: `scripts/compile.py` tells whether a step fits. Tokens/s are an estimate too: the
+FLOPs that training needs, at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the steps that were
 [compiled](records/tpu/models.md) ([levers](records/tpu/levers.md)), on {chip}, at {length:,} tokens a row, for all
 weights.
 
