@@ -61,9 +61,9 @@ PLANNED = """## By the plan
 The smallest slice of each generation whose chips hold weights, gradients and optimizer state in 75 % of their memory,
 by recipe `auto`, in float32; the frozen model of LoRA (rank {rank}) in bfloat16. A chip of tpu7x is two devices. It is
 the *plan's* word, and an estimate: `scripts/compile.py` tells whether a step fits. Tokens/s are an estimate too: the
-FLOPs that training needs, at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the steps that were
-[compiled](records/tpu/models.md) ([levers](records/tpu/levers.md)), on {chip}, at {length:,} tokens a row, for all
-weights.
+FLOPs that training needs, at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the
+steps that were [compiled](records/tpu/models.md) ([levers](records/tpu/levers.md)), on {chip}, at {length:,} tokens a
+row, for all weights.
 
 | repositories | parameters | all weights | LoRA | tokens/s a {chip} chip | {chip} chip-hours a billion tokens |
 |---|---|---|---|---|---|

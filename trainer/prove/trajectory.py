@@ -85,12 +85,12 @@ def differences(
                 off = abs(a - b) / max(abs(b), 1e-30)
                 found.append(Difference(quantity, f"step {step}", off if math.isfinite(off) else math.inf, allowed))
     noise = _noise(plain.gradients)
-    mine, theirs = ours.quantities(), plain.quantities()
-    for quantity in [*mine, *(theirs.keys() - mine.keys())]:
+    found_by, expected_by = ours.quantities(), plain.quantities()
+    for quantity in dict.fromkeys((*found_by, *expected_by)):
         limits = tolerances.get(quantity if quantity in ("gradient", "weight") else "state")
         if limits is None:
             continue
-        tensors, expected = mine.get(quantity, {}), theirs.get(quantity, {})
+        tensors, expected = found_by.get(quantity, {}), expected_by.get(quantity, {})
         own = _own_rounding(expected, rounding.quantities().get(quantity, {})) if rounding is not None else {}
         for name in sorted(tensors.keys() | expected.keys()):
             allowed = _allowed(own.get(_kind(name), 0.0), limits)
