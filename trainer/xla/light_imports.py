@@ -1,62 +1,107 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
-Late are torch_xla's StableHLO exporter and Inductor's lowerings: together a sixth of a start's imports, and the
-collector's walks are another. Loads neither torch nor torch_xla.
+Late are torch_xla's StableHLO exporter, Inductor's lowerings and what transformers and accelerate import for other
+tasks; and transformers reads its thousands of files once, not twice. Loads neither torch nor torch_xla.
 """
 
 import contextlib
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# module → the functions that are taken from it by name, and not called, where a run imports it
-# semi-private: torch_xla/__init__.py, torch_xla 2.9; torch/_inductor/pattern_matcher.py, torch 2.9, which AOTAutograd
-# imports for two functions that need no lowering
+# module → the names that are taken from it, and not used, where a run imports it
+# semi-private: the modules that import these, of torch_xla 2.9, torch 2.9, transformers 5.23 and accelerate 1.15
 _TAKEN = {
     "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
     "torch._inductor.lowering": ("fallback_node_due_to_unsupported_type",),
+    # a budget for kept activations, which needs networkx
+    "torch._functorch._activation_checkpointing.graph_info_provider": ("GraphInfoProvider",),
+    "torch._functorch._activation_checkpointing.knapsack_evaluator": ("KnapsackEvaluator",),
+    "scipy.optimize": ("linear_sum_assignment",),  # in losses of object detection
+    "requests": (),  # asks Google's servers about a TPU VM
+    "boto3": (),  # configures SageMaker
 }
+_MODELS = "transformers.models"
+_loads: dict[str, Callable[[], None]] = {}  # module that is not loaded yet → its loading
+
+
+class _StandIn:
+    """A name of a module that is not loaded yet; to call it, or to ask for an attribute of it, loads the module."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._of = module, name
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return _loaded(*self._of)(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_loaded(*self._of, asked=name), name)
+
+
+def _loaded(module: ModuleType, name: str, asked: str | None = None) -> Any:
+    """The real ``name`` of a late module; raises AttributeError for those that look through all modules."""
+    if (asked or name).startswith("__"):
+        raise AttributeError(f"module {module.__name__!r} has no attribute {asked or name!r}")
+    if load := _loads.pop(module.__name__, None):
+        load()
+    return getattr(module, name)
 
 
 class _Late(importlib.machinery.SourceFileLoader):
-    """Leaves the module empty but for stand-ins of what is taken, until another name of it is read or one is called."""
+    """Leaves the module empty but for stand-ins of what is taken, until one of them or another name of it is used."""
 
     def exec_module(self, module: ModuleType) -> None:
         names = vars(module)
 
         def load() -> None:
-            if names.pop("__getattr__", None) is not None:
-                super(_Late, self).exec_module(module)
+            del names["__getattr__"]
+            super(_Late, self).exec_module(module)
 
-        def missing(name: str) -> Any:
-            if name.startswith("__"):  # asked by those who look through all modules
-                raise AttributeError(f"module {self.name!r} has no attribute {name!r}")
-            load()
-            return getattr(module, name)
+        _loads[self.name] = load
+        names["__getattr__"] = functools.partial(_loaded, module)
+        names.update({name: _StandIn(module, name) for name in _TAKEN[self.name]})
 
-        def stand_in(name: str) -> Any:
-            def call(*args: Any, **named: Any) -> Any:
-                load()
-                return names[name](*args, **named)
 
-            return call
+class _Listed(importlib.machinery.SourceFileLoader):
+    """Gives transformers.models the list of its classes that transformers has made: it would read all files again."""
 
-        names["__getattr__"] = missing
-        names.update({name: stand_in(name) for name in _TAKEN[self.name]})
+    def exec_module(self, module: ModuleType) -> None:
+        # semi-private: utils/import_utils.py and __init__.py, transformers 5.23
+        utils = importlib.import_module("transformers.utils.import_utils")
+        make, ours = utils.define_import_structure, f"{_MODELS.rpartition('.')[2]}."
+
+        def made(path: str) -> dict[Any, dict[str, Any]]:
+            found = make(Path(path).parent, prefix=ours[:-1])  # cached by these very arguments
+            cut = {
+                needs: {name.removeprefix(ours): classes for name, classes in of.items() if name.startswith(ours)}
+                for needs, of in found.items()
+            }
+            return {needs: of for needs, of in cut.items() if of}
+
+        utils.define_import_structure = made
+        try:
+            super().exec_module(module)
+        finally:
+            utils.define_import_structure = make
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _TAKEN or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
+        if load := _loads.pop(fullname.rpartition(".")[0], None):  # a package comes before its modules
+            load()
+        loader = _Late if fullname in _TAKEN else _Listed if fullname == _MODELS else None
+        if loader is None or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
             return None
         if spec.origin is not None:
-            spec.loader = _Late(fullname, spec.origin)
+            spec.loader = loader(fullname, spec.origin)
         return spec
 
 
