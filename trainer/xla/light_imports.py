@@ -1,7 +1,7 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
 Late are torch_xla's StableHLO exporter, Inductor's lowerings and what transformers and accelerate import for other
-tasks; and transformers reads its thousands of files once, not twice. Loads neither torch nor torch_xla.
+tasks; and its thousands of files are read once, not twice. Loads neither torch nor torch_xla.
 """
 
 import contextlib
@@ -9,9 +9,9 @@ import functools
 import gc
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +27,7 @@ _TAKEN = {
     "requests": (),  # asks Google's servers about a TPU VM
     "boto3": (),  # configures SageMaker
 }
-_MODELS = "transformers.models"
+_LISTS = "transformers.utils.import_utils"  # semi-private functions of it, transformers 5.23
 _loads: dict[str, Callable[[], None]] = {}  # module that is not loaded yet → its loading
 
 
@@ -68,27 +68,21 @@ class _Late(importlib.machinery.SourceFileLoader):
         names.update({name: _StandIn(module, name) for name in _TAKEN[self.name]})
 
 
-class _Listed(importlib.machinery.SourceFileLoader):
-    """Gives transformers.models the list of its classes that transformers has made: it would read all files again."""
+class _Lists(importlib.machinery.SourceFileLoader):
+    """Has transformers list the classes of its files once, and not again for each of its packages."""
 
     def exec_module(self, module: ModuleType) -> None:
-        # semi-private: utils/import_utils.py and __init__.py, transformers 5.23
-        utils = importlib.import_module("transformers.utils.import_utils")
-        make, ours = utils.define_import_structure, f"{_MODELS.rpartition('.')[2]}."
+        super().exec_module(module)
+        utils: Any = module
+        fetch, kept = utils.fetch__all__, functools.cache(utils.create_import_structure_from_path)
 
-        def made(path: str) -> dict[Any, dict[str, Any]]:
-            found = make(Path(path).parent, prefix=ours[:-1])  # cached by these very arguments
-            cut = {
-                needs: {name.removeprefix(ours): classes for name, classes in of.items() if name.startswith(ours)}
-                for needs, of in found.items()
-            }
-            return {needs: of for needs, of in cut.items() if of}
+        def create_import_structure_from_path(module_path: str | os.PathLike[str]) -> Any:
+            return kept(os.path.dirname(module_path) if os.path.isfile(module_path) else os.fspath(module_path))
 
-        utils.define_import_structure = made
-        try:
-            super().exec_module(module)
-        finally:
-            utils.define_import_structure = make
+        def fetch__all__(file_content: str) -> list[str]:
+            return fetch(file_content[file_content.rfind("\n__all__") + 1 :])  # the last one counts
+
+        utils.create_import_structure_from_path, utils.fetch__all__ = create_import_structure_from_path, fetch__all__
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -97,7 +91,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if load := _loads.pop(fullname.rpartition(".")[0], None):  # a package comes before its modules
             load()
-        loader = _Late if fullname in _TAKEN else _Listed if fullname == _MODELS else None
+        loader = _Late if fullname in _TAKEN else _Lists if fullname == _LISTS else None
         if loader is None or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
             return None
         if spec.origin is not None:
