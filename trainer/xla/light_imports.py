@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ _TAKEN = {
     "boto3": (),  # configures SageMaker
 }
 _LISTS = "transformers.utils.import_utils"  # semi-private functions of it, transformers 5.23
-_loads: dict[str, Callable[[], None]] = {}  # module that is not loaded yet → its loading
+_loads: dict[str, Callable[[], None]] = {}  # late module → its loading, once
 
 
 class _StandIn:
@@ -48,8 +49,7 @@ def _loaded(module: ModuleType, name: str, asked: str | None = None) -> Any:
     """The real ``name`` of a late module; raises AttributeError for those that look through all modules."""
     if (asked or name).startswith("__"):
         raise AttributeError(f"module {module.__name__!r} has no attribute {asked or name!r}")
-    if load := _loads.pop(module.__name__, None):
-        load()
+    _loads[module.__name__]()
     return getattr(module, name)
 
 
@@ -57,11 +57,13 @@ class _Late(importlib.machinery.SourceFileLoader):
     """Leaves the module empty but for stand-ins of what is taken, until one of them or another name of it is used."""
 
     def exec_module(self, module: ModuleType) -> None:
-        names = vars(module)
+        names, lock, left = vars(module), threading.RLock(), [super().exec_module]
 
         def load() -> None:
-            del names["__getattr__"]
-            super(_Late, self).exec_module(module)
+            with lock:  # another thread waits for the whole module
+                if left:
+                    del names["__getattr__"]
+                    left.pop()(module)
 
         _loads[self.name] = load
         names["__getattr__"] = functools.partial(_loaded, module)
@@ -89,7 +91,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if load := _loads.pop(fullname.rpartition(".")[0], None):  # a package comes before its modules
+        if load := _loads.get(fullname.rpartition(".")[0]):  # a package comes before its modules
             load()
         loader = _Late if fullname in _TAKEN else _Lists if fullname == _LISTS else None
         if loader is None or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
