@@ -1,7 +1,7 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
-Late are torch_xla's StableHLO exporter, Inductor's lowerings and what transformers and accelerate import for other
-tasks; and its thousands of files are read once, not twice. Loads neither torch nor torch_xla.
+Late are torch_xla's StableHLO exporter, Inductor's lowerings, and AOTAutograd's budget for kept activations, which asks
+networkx: parts of torch and torch_xla, which no user imports. Loads neither torch nor torch_xla.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import functools
 import gc
 import importlib.abc
 import importlib.machinery
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +16,14 @@ from types import ModuleType
 from typing import Any
 
 # module → the names that are taken from it, and not used, where a run imports it
-# semi-private: the modules that import these, of torch_xla 2.9, torch 2.9, transformers 5.23 and accelerate 1.15
+# semi-private: the modules that import these, of torch_xla 2.9 and torch 2.9
 _TAKEN = {
     "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
     "torch._inductor.lowering": ("fallback_node_due_to_unsupported_type",),
     # a budget for kept activations, which needs networkx
     "torch._functorch._activation_checkpointing.graph_info_provider": ("GraphInfoProvider",),
     "torch._functorch._activation_checkpointing.knapsack_evaluator": ("KnapsackEvaluator",),
-    "scipy.optimize": ("linear_sum_assignment",),  # in losses of object detection
-    "requests": (),  # asks Google's servers about a TPU VM
-    "boto3": (),  # configures SageMaker
 }
-_LISTS = "transformers.utils.import_utils"  # semi-private functions of it, transformers 5.23
 _loads: dict[str, Callable[[], None]] = {}  # late module → its loading, once
 
 
@@ -70,34 +65,16 @@ class _Late(importlib.machinery.SourceFileLoader):
         names.update({name: _StandIn(module, name) for name in _TAKEN[self.name]})
 
 
-class _Lists(importlib.machinery.SourceFileLoader):
-    """Has transformers list the classes of its files once, and not again for each of its packages."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        utils: Any = module
-        fetch, kept = utils.fetch__all__, functools.cache(utils.create_import_structure_from_path)
-
-        def create_import_structure_from_path(module_path: str | os.PathLike[str]) -> Any:
-            return kept(os.path.dirname(module_path) if os.path.isfile(module_path) else os.fspath(module_path))
-
-        def fetch__all__(file_content: str) -> list[str]:
-            return fetch(file_content[file_content.rfind("\n__all__") + 1 :])  # the last one counts
-
-        utils.create_import_structure_from_path, utils.fetch__all__ = create_import_structure_from_path, fetch__all__
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if load := _loads.get(fullname.rpartition(".")[0]):  # a package comes before its modules
             load()
-        loader = _Late if fullname in _TAKEN else _Lists if fullname == _LISTS else None
-        if loader is None or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
+        if fullname not in _TAKEN or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
             return None
         if spec.origin is not None:
-            spec.loader = loader(fullname, spec.origin)
+            spec.loader = _Late(fullname, spec.origin)
         return spec
 
 
