@@ -52,6 +52,18 @@ def layer_of(stack: Array, layer: int) -> LazyArray:
     return LazyArray(tuple(stack.shape[1:]), stack.dtype, lambda where: stack[(slice(layer, layer + 1), *where)][0])
 
 
+def with_zeros(array: Array, rows: int) -> LazyArray:
+    """``array`` with zeros behind it, up to so many ``rows``."""
+
+    def read(where: Slices) -> torch.Tensor:
+        first, *rest = where
+        there = array[(slice(min(first.start, array.shape[0]), min(first.stop, array.shape[0])), *rest)]
+        missing = first.stop - first.start - there.shape[0]
+        return torch.cat([there, there.new_zeros(missing, *there.shape[1:])])
+
+    return LazyArray((rows, *array.shape[1:]), array.dtype, read)
+
+
 def whole(array: Array) -> torch.Tensor:
     return array[tuple(slice(0, size) for size in array.shape)]
 
