@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices, with_zeros
+from shardwright.files.arrays import Array, LazyArray, Slices, is_finite, with_zeros
 from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.model.base_storage import quantization_settings
@@ -82,6 +82,9 @@ class HubWeights:
         stored, self.prefixes = self._without_prefixes(opened)
         self.published = self._dequantized(stored)
         self.tensors = self.published.tensors
+        self.files = {name: file.name for name, (_, file) in stored.items()}
+        for name, weight in self.published.packed.items():
+            self.files[name] = first_names({self.files[weight.stem + tail] for tail in weight.parts})
         self.formats.update(weight.form.title for weight in self.published.packed.values())
         self.groups = self._match()
         self.begun, self.left = self._other_head()
@@ -227,7 +230,7 @@ class HubWeights:
         """Name -> values of all parameters, ``name`` among them, that a group becomes; else raises UserError."""
         transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
         for pattern, tensor in group.members:
-            lazy: Any = Lazy.of(self.tensors[tensor])  # torch's functions take it for a tensor
+            lazy: Any = Lazy.of(self._finite(name, tensor))  # torch's functions take it for a tensor
             transform.add_tensor(name, tensor, pattern, lazy)
         try:
             found = transform.convert(name, model=self.model, config=self.model.config)
@@ -237,6 +240,22 @@ class HubWeights:
             instead = "a complete checkpoint, with the config.json that it was saved with"
             raise refused(self.asked, text, "transformers' conversion of them fails", instead) from error
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+
+    def _finite(self, name: str, tensor: str) -> Array:
+        """``tensor`` of the files, of the parameter ``name``; reads raise UserError for what is no finite number."""
+        array = self.tensors[tensor]
+        if name not in self.tied or not array.dtype.is_floating_point or array.dtype.itemsize == 1:
+            return array
+
+        def read(where: Slices) -> torch.Tensor:
+            part = array[where]
+            if not is_finite(part):
+                text = f"{tensor} with values that are infinite or no numbers (in {self.files[tensor]})"
+                why = "the first step would make all of the model's numbers so"
+                raise refused(self.asked, text, why, "the files as they were published, or an earlier checkpoint")
+            return part
+
+        return LazyArray(tuple(array.shape), array.dtype, read)
 
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""

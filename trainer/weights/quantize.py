@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices, whole
+from shardwright.files.arrays import Array, LazyArray, Slices, is_finite, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
@@ -173,7 +173,7 @@ class Quantized:
     def _encoded(self, name: str, lazy: Lazy, form: Format, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
         """The tensors of a weight, decoded again to tell their error; UserError for a value that is no number."""
         values = lazy.read()
-        if not torch.isfinite(values).all():
+        if not is_finite(values):
             why = "no scale fits them, and every weight of their block would be lost"
             instead = f"an earlier checkpoint; or {_PLAIN}, which writes them as they are"
             raise _refused(self.asked, f"{name} with values that are infinite or no numbers", why, instead)
