@@ -157,10 +157,6 @@ def test_nvfp4_is_what_compressed_tensors_makes_with_the_base_s_number():
     read = whole(plain({f"a{tail}": part for tail, part in found.items()}, {}).tensors["a.weight"])
     back = NVFP4PackedCompressor.decompress({name[1:]: part for name, part in found.items()}, args)["weight"]
     assert torch.equal(read, back.to(torch.bfloat16))
-    # ModelOpt's number is its inverse
-    like = {".weight": theirs[".weight_packed"], ".weight_scale_2": 1 / number}
-    other = nvfp4(".weight", ".weight_scale_2", weight, {}, like)
-    assert (other[".weight"] != found[".weight_packed"]).float().mean() < 5e-3
     grown = nvfp4(".weight_packed", ".weight_global_scale", 1.25 * weight, {}, theirs)
     clipped = whole(plain({f"a{tail}": part for tail, part in grown.items()}, {}).tensors["a.weight"]).float()
     assert clipped.abs().max() == pytest.approx(weight.float().abs().max().item(), rel=0.01)

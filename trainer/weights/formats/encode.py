@@ -21,7 +21,7 @@ _LARGEST_E2M1 = 6.0
 _HALFWAY = [0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0]
 _GROUP = 32  # weights with one scale, in MXFP4 always
 _INT4 = 8  # codes are -8 to 7
-_NV_GROUP, _NO_SCALE = 16, 0.125  # of NVFP4: weights with one scale, and that of a group of zeros
+_NV_GROUP = 16  # weights with one scale, in NVFP4
 
 
 def fp8_blocks(scale: str, values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def nvfp4(codes: str, number: str, values: torch.Tensor, settings: Settings, lik
 
     That number stays, since an engine takes one for all of a module's projections: a group beyond what it holds is
     clipped. As compressed-tensors makes them (compressors/nvfp4, which divides by the number), and ModelOpt, which
-    multiplies by it: ``.weight_scale_2``.
+    multiplies by it, ``.weight_scale_2`` (https://github.com/NVIDIA/Model-Optimizer, quantization/qtensor).
     """
     if values.dim() != 2 or values.shape[1] % _NV_GROUP:
         raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {_NV_GROUP}]")
@@ -91,10 +91,14 @@ def nvfp4(codes: str, number: str, values: torch.Tensor, settings: Settings, lik
     of_all = kept.reshape(()).to(torch.float32)
     groups = values.to(torch.float32).reshape(rows, -1, _NV_GROUP)
     local = groups.abs().amax(-1) / _LARGEST_E2M1
-    local = local * of_all if number == ".weight_global_scale" else local / of_all
-    scales = local.clamp_max(torch.finfo(torch.float8_e4m3fn).max).to(torch.float8_e4m3fn)
-    scales = torch.where(scales.float() == 0, torch.full_like(local, _NO_SCALE), scales.float())
-    used = scales / of_all if number == ".weight_global_scale" else scales * of_all
+    divides, most = number == ".weight_global_scale", torch.finfo(torch.float8_e4m3fn).max
+    if divides:
+        scales = (local * of_all).clamp_max(most).to(torch.float8_e4m3fn).to(torch.float32)
+        scales = torch.where(scales > 0, scales, torch.full_like(scales, 0.125))  # as each has it for a group of zeros
+    else:
+        scales = torch.where(local > 0, local / of_all, torch.ones_like(local))
+        scales = scales.clamp(2.0**-9, most).to(torch.float8_e4m3fn).to(torch.float32)
+    used = scales / of_all if divides else scales * of_all
     packed = _pairs(_codes_e2m1(groups / used[..., None])).reshape(rows, -1)
     return {
         codes: packed.view(like[codes].dtype),
