@@ -142,7 +142,7 @@ def _attach_rows(model: nn.Module, name: str, rows: tuple[int, ...]) -> None:
     own = nn.Parameter(torch.empty(len(rows), weight.shape[1], device="meta"))
     named = dict(model.named_parameters(remove_duplicate=False))
     for twin in [name, *(n for n, p in named.items() if p is weight and n != name)]:
-        module = model.get_submodule(twin.rpartition(".")[0])
+        module: Any = model.get_submodule(twin.rpartition(".")[0])
         module.register_buffer("weight" + ROWS, torch.tensor(rows, dtype=torch.int32), persistent=False)
         if twin == name:
             module.register_parameter("weight" + T, own)

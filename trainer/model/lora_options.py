@@ -61,7 +61,8 @@ def with_adapters_tokens(args: TrainingArguments, facts: ModelFacts) -> ModelFac
     if args.adapter is None:
         return facts
     size = vocabulary_of(Folder(args.adapter), facts.model, facts.names_in_whole)
-    if size in (None, facts.model.get_input_embeddings().weight.shape[0]):
+    embedding: Any = facts.model.get_input_embeddings()
+    if size in (None, embedding.weight.shape[0]):
         return facts
     config = copy.deepcopy(facts.config)
     config.get_text_config().vocab_size = size
