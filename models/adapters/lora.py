@@ -147,7 +147,8 @@ def _attach_rows(model: nn.Module, name: str, rows: tuple[int, ...]) -> None:
         if twin == name:
             module.register_parameter("weight" + T, own)
         module.rows_of = (model.get_submodule(name.rpartition(".")[0]),)  # a tuple: else it would be a part of this one
-        module.__class__ = _with_rows(type(module))
+        original: Any = type(module)
+        module.__class__ = _with_rows(original)
 
 
 class _RowsEmbedding(nn.Embedding):

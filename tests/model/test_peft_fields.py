@@ -75,7 +75,7 @@ VALUES: dict[str, list[Any]] = {
     "megatron_config": [{"tensor_model_parallel_size": 1}],
     "megatron_core": ["other.core"],
     "trainable_token_indices": [
-        [1], [9, 3], {"embed_tokens": [2, 1], "lm_head": [5]}, {"lm_head": [3]}, {"gate": [1]}, [40], [1, 1], [-1],
+        [9, 3], {"embed_tokens": [2, 1], "lm_head": [5]}, {"gate": [1]}, [40], [1, 1],
     ],
     "loftq_config": [{"loftq_bits": 4, "loftq_iter": 1}],
     "eva_config": [{"rho": 2.0}],

@@ -48,8 +48,9 @@ class OpenAdapter:
             def read(where: Slices) -> torch.Tensor:
                 part = values[where]
                 first, theirs = where[0].start, ours[where].to(part.dtype)
-                other = [row - first for row in self.rows.get(name, ()) if first <= row < where[0].stop]
-                if not torch.equal(part, theirs.index_copy(0, torch.tensor(other), part[other])):
+                own = [row - first for row in self.rows.get(name, ()) if first <= row < where[0].stop]
+                at = torch.tensor(own, dtype=torch.int64)
+                if not torch.equal(part, theirs.index_copy(0, at, part[at])):
                     raise UserError(
                         asked=f"the adapter in {self.folder}",
                         found=f"{name} in it, with other values than the model's",
