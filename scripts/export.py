@@ -48,6 +48,7 @@ def main() -> None:
     from shardwright.files.folder import TEMPORARY, Folder
     from shardwright.model.facts import facts_of
     from shardwright.model.peft_config import read_config
+    from shardwright.model.trained_rows import rows_needed
     from shardwright.weights.adapter_weights import merge_factors
     from shardwright.weights.formats.plain_weights import base_dtype
     from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
@@ -79,7 +80,8 @@ def main() -> None:
     hub = None
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
-        rest = hub = open_hub_weights(base, whole, console, seed)  # what was not trained is in no checkpoint of the run
+        # what was not trained is in no checkpoint of the run
+        rest = hub = open_hub_weights(base, whole, console, seed, rows_needed(lora, model, names))
     elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console, seed)
     saved.check_tensors(console)

@@ -28,6 +28,7 @@ from shardwright.layout.recipe import Recipe
 from shardwright.model import assembly, lora_options, meta_model, model_checks, peft_config, unused_parameters
 from shardwright.model.classifier import reward_config
 from shardwright.model.facts import ModelFacts, facts_of
+from shardwright.model.trained_rows import rows_needed
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
@@ -70,6 +71,7 @@ class Job:
         written = _written_recipe(args, recipe)
         config = config or meta_model.load_config(settings.model, written or UNMADE)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config, args.train_mtp)
+        facts = lora_options.with_adapters_tokens(args, facts)
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
@@ -110,6 +112,12 @@ class Job:
     def lora(self) -> Lora | None:
         """The weights that LoRA adapts; None: the whole model is trained."""
         return lora_options.lora_of(self.args, self.facts)
+
+    @property
+    def rows_needed(self) -> dict[str, int]:
+        """The rows of the whole's embeddings that the base must have, where the adapter has others."""
+        given = self.lora if self.args.adapter is not None else None
+        return rows_needed(given, self.model, self.facts.names_in_whole)
 
     @property
     def adapted(self) -> PreTrainedModel:

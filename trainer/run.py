@@ -278,7 +278,7 @@ def _prepared(
             tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
-        source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed)
+        source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed, job.rows_needed)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
         source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
     first = None if resume is None else resume.host["data"].get("date")
