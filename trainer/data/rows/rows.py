@@ -22,7 +22,7 @@ from shardwright.files.cache import digest
 
 FINGERPRINT_ROWS = 64  # stored rows in a fingerprint; reading them takes milliseconds
 ROWS_AT_ONCE = 1024  # rows whose tokens are counted together
-TRIED, BYTES_A_TOKEN = 8, 4  # documents that say how many tokens all have
+TRIED, BYTES_A_TOKEN = 2, 4  # documents that say how many tokens all have
 
 
 class Rows(Protocol):
@@ -173,7 +173,7 @@ def write_rows(
     tallies = {}
     for name, split in splits.items():
         packer, mean = new_packer(), max(1, split.data.nbytes // max(1, split.data.num_rows))
-        if packer.groups > 1:
+        if packer.groups > 1 and split.data.nbytes > CHARACTERS_AT_ONCE:
             mean = max(mean, _size_of_samples(split, new_packer()))
         packed = split.map(
             packer,
