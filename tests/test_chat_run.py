@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,7 +119,7 @@ def test_a_run_resumed_on_another_day_and_machine_writes_the_date_of_its_first_s
     corpora, said = [], io.StringIO()
     for day in (1, 2):
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock(day))
-        monkeypatch.setattr("shardwright.run.datetime", SimpleNamespace(date=clock(day)), raising=False)
+        monkeypatch.setattr("shardwright.run.today", clock(day).today().isoformat)
         monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / f"cache{day}"))
         again = {"max_steps": day, **({"resume_from_checkpoint": "latest"} if day == 2 else {})}
         loop = train(TrainingArguments(**{**arguments, **again}), Console(file=said, width=200))

@@ -1,7 +1,6 @@
 """From arguments to a finished run, top to bottom: `scripts/train.py` calls it."""
 
 import contextlib
-import datetime
 import functools
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.rows.rows import StoredRows, few_rows
 from shardwright.data.samples.prompts import read_prompts
+from shardwright.data.tokenizer import today
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.completions import show_completions
 from shardwright.evaluation.reference_rows import not_one_dataset
@@ -281,9 +281,14 @@ def _prepared(
         source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed, job.rows_needed)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
         source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
-    first = None if resume is None else resume.host["data"].get("date")
-    date = first or hosts().once(lambda: datetime.date.today().isoformat())
+    date = date_of(resume)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date, teacher=teacher)
+
+
+def date_of(resume: RunCheckpoint | None) -> str:
+    """The day of the run's first start, the same on every host, in ISO's form."""
+    kept = None if resume is None else resume.host["data"].get("date")
+    return str(kept or hosts().once(today))
 
 
 def _at_its_commit(job: Job, resume: RunCheckpoint, asked: str | None) -> Job:

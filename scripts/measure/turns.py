@@ -4,9 +4,9 @@ pip install --no-deps trl==1.16.0
 python scripts/measure/turns.py
 
 Each line is 2.4 million characters of chats, a file of JSON lines, once through a run's own code and once through trl's
-SFTTrainer with `assistant_only_loss` and `packing`, each in a process of its own: from the file to packed rows with
-labels, after all imports. Memory is the highest above that at the start. The chats' words, and a tokenizer of 24,000
-tokens trained on them, are those of Python's standard library; the templates are the ones that trl ships.
+SFTTrainer with `assistant_only_loss` and `packing`, each in a process of its own: from the file to packed rows of
+LENGTH tokens with labels, after all imports. Memory is the highest above that at the start. The chats' words, and a
+tokenizer of 24,000 tokens trained on them, are those of Python's standard library; the templates are trl's.
 """
 
 import argparse
@@ -34,7 +34,9 @@ WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TURNS = (1, 4, 16, 64)
-TEMPLATES = {"qwen2_5": "<|im_end|>", "llama3": "<|eot_id|>", "qwen3": "<|im_end|>"}
+# Qwen3's own writes a turn otherwise once more follows: each is a sample of its own here, with all that came before it,
+# and trl takes its training template in its place
+TEMPLATES = {"qwen2_5": "<|im_end|>", "llama3": "<|eot_id|>", "qwen3_training": "<|im_end|>", "qwen3": "<|im_end|>"}
 
 
 def sources() -> Iterator[str]:
@@ -135,7 +137,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.child:
         return child(given.child[0], *map(Path, given.child[1:]))
-    print("| template | turns | CPU, s | trl's | ratio | memory, MB | trl's |\n|---|---|---|---|---|---|---|")
+    heads = "| template | turns | CPU, s | trl's | ratio | memory, MB | trl's | rows | trl's | CPU a row, ratio |"
+    print(f"{heads}\n{'|---' * 10}|")
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizers(Path(folder))
         for template in given.templates:
@@ -144,7 +147,8 @@ def main() -> None:
                 write_chats(chats, turns)
                 a, b = (measure(side, chats, Path(folder, template)) for side in ("ours", "trl"))
                 figures = [f"{a['seconds']:.1f} | {b['seconds']:.1f} | {a['seconds'] / b['seconds']:.2f}"]
-                figures += [f"{a['bytes'] / 1e6:,.0f} | {b['bytes'] / 1e6:,.0f}"]
+                figures += [f"{a['bytes'] / 1e6:,.0f} | {b['bytes'] / 1e6:,.0f} | {a['rows']} | {b['rows']}"]
+                figures += [f"{a['seconds'] / a['rows'] / (b['seconds'] / b['rows']):.2f}"]
                 print(f"| {template} | {turns} | {' | '.join(figures)} |", flush=True)
 
 

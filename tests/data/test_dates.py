@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,15 +22,19 @@ ASKING = {path.stem: path.read_text() for path in SHIPPED.glob("*.jinja") if "st
 
 @pytest.fixture
 def day(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda day: monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock(day))
+    def set_to(day: int) -> None:
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock(day))
+        monkeypatch.setattr("shardwright.data.tokenizer.datetime", SimpleNamespace(date=clock(day), datetime=datetime))
+
+    return set_to
 
 
-def load(folder: Path, template: str, date: str | None, **options: Any) -> Corpus:
-    """The corpus as a machine makes it that has no cache yet."""
+def load(folder: Path, template: str, date: str | None, cache: str = "", **options: Any) -> Corpus:
+    """The corpus as a machine makes it that has no cache yet, or as one that has."""
     path = write_records(folder / "chats.jsonl", chats(60))
-    tokenizer = byte_tokenizer(template, "<|im_end|>")
+    tokenizer = None if "chat_template" in options else byte_tokenizer(template, "<|im_end|>")
     made = DataOptions(str(path), 512, isolate_documents=True, date=date, shuffle_rows=8, **options)
-    return load_corpus(made, tokenizer, len(tokenizer), folder / f"cache{len([*folder.iterdir()])}")
+    return load_corpus(made, tokenizer, 304, folder / (cache or f"cache{len([*folder.iterdir()])}"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -47,6 +53,22 @@ def test_a_fixed_date_makes_the_same_rows_on_every_day_and_another_is_never_take
     assert all(a != b for a, b in zip(found[1], found[2], strict=True))
     assert found[0][3]["date"] == "2026-11-01"
     batches.load_state_dict(found[2][3])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_without_a_date_rows_have_the_days_and_none_of_another_days_cache(
+    tmp_path: Path, day: Any, streaming: bool, trained: bool
+) -> None:
+    """``trained``: the tokenizer too, and its template is a file."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    options = {"chat_template": str(tmp_path / "dated.jinja")} if trained else {}
+    for today, date in ((1, None), (2, None), (2, "2026-11-01")):
+        day(today)
+        corpus = load(tmp_path, DATED, date, cache="cache", streaming=streaming, **options)
+        assert corpus.date == (date or f"2026-11-0{today}")
+        first = next(TrainingBatches(corpus.train, 4, seed=0))["input_ids"][0]
+        assert f"on {corpus.date[-2:]} Nov 2026" in corpus.tokenizer.decode(first)
 
 
 def test_rows_to_evaluate_have_the_date_too(tmp_path: Path, day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +95,8 @@ def test_the_templates_that_ask_write_the_date(name: str, day: Any) -> None:
     day(2)
     assert render() == fixed != todays
     assert "09 Jul 2025" in fixed or "2025-07-09" in fixed
-    assert fix_date(tokenizer, None)
-    day(1)
-    assert render() == todays, "another run of the process has the day again"
+    assert fix_date(tokenizer, "2026-11-01")
+    assert render() == todays, "another run of the process has its own"
 
 
 def test_a_named_template_that_asks_has_the_date_and_a_broken_one_stops_nothing(day: Any) -> None:

@@ -227,16 +227,19 @@ def made(tokenizer: PreTrainedTokenizerFast, shape: str, records: Sequence[dict[
     return watch.samples
 
 
+@pytest.mark.parametrize("template", ["CHATML", "qwen3"])
 def test_the_characters_tokenised_and_the_chats_rendered_grow_with_the_turns_not_with_their_square(
-    counting: Counting,
+    counting: Counting, template: str
 ) -> None:
+    """Qwen3's writes a turn otherwise once more follows: each is a sample of its own, behind all that came before."""
+    counting.chat_template, alone = TEMPLATES[template], template == "qwen3"
     for turns in (1, 4, 64):
         counting.calls, counting.rendered = [], 0
         messages = [_message(role, "some words " * 20) for _ in range(turns) for role in ("user", "assistant")]
         ((tokens, _),) = made(counting, "messages", [{"messages": messages}]).values()
         whole = len(counting.decode(tokens))
-        assert sum(counting.calls) < whole + 200, f"{turns} turns"
-        assert counting.rendered <= turns + 6
+        assert sum(counting.calls) < (1 + alone) * whole + 200, f"{turns} turns"
+        assert counting.rendered <= (1 + 3 * alone) * turns + 6
 
 
 RECORDS: dict[str, dict[str, Any]] = {
@@ -269,16 +272,28 @@ def test_texts_are_taken_together_up_to_a_number_of_characters() -> None:
     assert [sum(sizes[n] for n in run) for run in runs] == [5, 1, 9, 4, 2]
 
 
-def test_no_batch_of_long_records_that_are_packed_holds_more_characters_than_many_short_ones(
-    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("template", "turns"), [("CHATML", 0), ("CHATML", 24), ("qwen3", 24)])
+def test_no_batch_that_is_packed_holds_more_however_long_records_are_and_however_often_their_beginnings_recur(
+    tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch, template: str, turns: int
 ) -> None:
-    monkeypatch.setattr("shardwright.data.rows.rows.CHARACTERS_AT_ONCE", 2000)
-    path = kinds.write_records(tmp_path / "long.jsonl", kinds.chats(400, longest=200))
-    packed: list[int] = []
+    most = 40_000 if turns else 2000
+    monkeypatch.setattr("shardwright.data.rows.rows.CHARACTERS_AT_ONCE", most)
+    counting.chat_template = TEMPLATES[template]
+    messages = [_message(role, "words " * 9) for _ in range(turns) for role in ("user", "assistant")]
+    many = [{"messages": [*messages, CHAT[0], {**CHAT[1], "content": f"{i}"}]} for i in range(40)]
+    path = kinds.write_records(tmp_path / "long.jsonl", many if turns else kinds.chats(400, longest=200))
+    packed, made = list[int](), list[int]()
     rows_of = SamplePacker.rows
-    monkeypatch.setattr(
-        SamplePacker, "rows", lambda self, texts: packed.append(sum(map(len, texts))) or rows_of(self, texts)
-    )
-    load_corpus(DataOptions(str(path), 512, isolate_documents=True), counting, len(counting), tmp_path / "cache")
-    assert sum(packed) > 200_000
-    assert max(packed) < 2 * 2000 * SamplePacker.groups
+
+    def counted(self: SamplePacker, texts: Sequence[str]) -> Any:
+        packed.append(sum(map(len, texts)))
+        found = rows_of(self, texts)
+        made.append(found["input_ids"].size)
+        return found
+
+    monkeypatch.setattr(SamplePacker, "rows", counted)
+    options = DataOptions(str(path), 2048 if turns else 512, isolate_documents=True)
+    load_corpus(options, counting, len(counting), tmp_path / "cache")
+    assert sum(packed) > (50_000 if turns else 200_000)
+    assert max(packed) < 2 * most * SamplePacker.groups
+    assert max(made) < most * SamplePacker.groups, made

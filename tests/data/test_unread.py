@@ -1,6 +1,7 @@
 """Whatever of a record has no effect on tokens or labels is named: each column and each key is dropped in turn.
 
-Every template that trl ships is among those tried (trl 1.16, `trl/chat_templates`).
+So is each key within calls, tools and parts of contents. Every template that trl ships is among those tried (trl 1.16,
+`trl/chat_templates`).
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ TOOLS = [
         "function": {
             "name": "weather",
             "description": "Weather of a town",
+            "strict": True,
             "parameters": {
                 "type": "object",
-                "properties": {"town": {"type": "string", "description": "its name"}},
+                "properties": {"town": {"type": "string", "description": "its name", "minLength": 2}},
                 "required": ["town"],
             },
         },
     }
 ]
-CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": {"town": "Bern"}}}
+ARGUMENTS = {"town": "Bern", "days": 2, "snow": False}
+CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}, "index": 0}
 USER = {"role": "user", "content": "Bern?", "name": "Ada", "weight": 0, "time": 5}
 THOUGHT = {"role": "assistant", "content": "It rains.", "reasoning_content": "I looked.", "id": "m7", "train": True}
 CALLING = {"role": "assistant", "content": "One moment.", "tool_calls": [CALL]}
@@ -56,24 +59,26 @@ CALLING = {"role": "assistant", "content": "One moment.", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": "forecast", "tool_call_id": "call12345", "content": "rain"}
 LAST = [{"role": "user", "content": "Then I stay at home."}, {**THOUGHT, "content": "So do I.", "weight": 0}]
 SYSTEM = {"role": "system", "content": "You answer in few words."}
-EXTRA = {"source": "a book", "score": 0.5, "chat_template_kwargs": {"enable_thinking": False, "unknown": "x"}}
+PARTS = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+OPTIONS = {"chat_template_kwargs": {"enable_thinking": False, "unknown": "x"}}
+EXTRA = {"source": "a book", "score": 0.5, **OPTIONS}
 GOOD, BAD = ({"role": "assistant", "content": text, "thinking": "what now"} for text in ("Good day!", "Go away"))
 ASKED = "\n\nHuman: hi\n\nAssistant:"
 RECORDS: dict[str, tuple[RecordShape, dict[str, Any]]] = {
-    "plain": (SHAPES[0], {"messages": [SYSTEM, {"role": "user", "content": "hi"}, GOOD], **EXTRA}),
-    "turns": (SHAPES[0], {"messages": [USER, THOUGHT, *LAST], **EXTRA, "image": None, "label": 3}),
-    "tools": (SHAPES[0], {"messages": [USER, CALLING, RESULT, THOUGHT, *LAST], "tools": TOOLS, **EXTRA}),
+    "plain": (SHAPES[0], {"messages": [SYSTEM, {"role": "user", "content": PARTS}, GOOD], **EXTRA}),
+    "turns": (SHAPES[0], {"messages": [USER, THOUGHT, *LAST], **OPTIONS, "image": None, "label": 3}),
+    "tools": (SHAPES[0], {"messages": [USER, CALLING, RESULT, THOUGHT], "tools": TOOLS, **OPTIONS}),
     "conversations": (
         SHAPES[1],
         {"conversations": [{"from": "human", "value": "hi", "id": 1}, {"from": "gpt", "value": "Good day!"}]}
-        | {"system": SYSTEM["content"], "id": 7, **EXTRA},
+        | {"system": SYSTEM["content"], "id": 7},
     ),
-    "completion of messages": (SHAPES[2], {"prompt": [USER], "completion": [THOUGHT], "tools": TOOLS, **EXTRA}),
+    "completion of messages": (SHAPES[2], {"prompt": [USER], "completion": [THOUGHT], "tools": TOOLS, **OPTIONS}),
     "completion": (SHAPES[2], {"prompt": "Two and two? ", "completion": "Four.", "tools": TOOLS, "label": 2, **EXTRA}),
     "instruction": (
         SHAPES[3],
         {"instruction": "And its capital?", "input": "In a word.", "output": "Bern.", "system": "Be brief."}
-        | {"history": [["Name a country.", "Switzerland."]], **EXTRA},
+        | {"history": [["Name a country.", "Switzerland."]], **OPTIONS},
     ),
     "tokens": (
         SHAPES[5],
@@ -82,7 +87,7 @@ RECORDS: dict[str, tuple[RecordShape, dict[str, Any]]] = {
     ),
     "pair": (PAIRS, {"prompt": ASKED, "chosen": " Good day!", "rejected": " Go away", "tools": TOOLS, **EXTRA}),
     "pair without a prompt": (PAIRS, {"chosen": ASKED + " Good day!", "rejected": ASKED + " Go away", "score": 1}),
-    "pair of messages": (PAIRS, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS, **EXTRA}),
+    "pair of messages": (PAIRS, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS, **OPTIONS}),
     "pair of chats": (PAIRS, {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], **EXTRA}),
 }  # fmt: skip
 
@@ -115,25 +120,31 @@ def made(encoder: Encoder, record: dict[str, Any]) -> tuple[Any, Counter[str]]:
     return [(sample.tokens.tolist(), sample.labels.tolist()) for sample in group], unread
 
 
-def drops(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """(a field's name, the record without it), for each column, key of a message, and value for the template.
+def name_of(place: tuple[Any, ...]) -> str:
+    column, *keys = place
+    keys = [{"from": "role", "value": "content"}.get(key, key) for key in keys if isinstance(key, str)]
+    words = [column if not keys or column in ("tools", "chat_template_kwargs") else "messages"]
+    for key in keys:  # the names that people gave are left out
+        words.append("*" if words[-1] in ("arguments", "properties") else key)
+    return ".".join(words)
+
+
+def drops(record: dict[str, Any], deep: bool) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """(a field's name, the record without it), for each column and each key within one; ``deep``: within tools too.
 
     And whether it stands behind the last turn to train on, in a chat that may be trained as far as that turn alone.
     """
-    for column, value in record.items():
-        if value is None:
+    for place in places(record):
+        *above, key = place
+        value, name = functools.reduce(operator.getitem, place, record), name_of(place)
+        if isinstance(key, int) or value is None or (place[0] == "tools" and place[1:] and not deep):
             continue
-        if column != "chat_template_kwargs":
-            yield column, {name: inner for name, inner in record.items() if name != column}, False
-        for place, inner in enumerate(value) if isinstance(value, list) else ():
-            for key in inner if isinstance(inner, dict) and column not in ("tools",) else ():
-                name = {"from": "role", "value": "content"}.get(key, key)
-                if name != "role":
-                    without = copy.deepcopy(record)
-                    del without[column][place][key]
-                    yield f"messages.{name}", without, value[-len(LAST) :] == LAST and place >= len(value) - len(LAST)
-        for key in value if column == "chat_template_kwargs" else ():
-            yield f"{column}.{key}", {**record, column: {k: v for k, v in value.items() if k != key}}, False
+        if name not in ("messages.role", "messages.content.type", "chat_template_kwargs"):
+            without = copy.deepcopy(record)
+            del functools.reduce(operator.getitem, above, without)[key]
+            chat = record[place[0]]
+            last = len(place) > 2 and chat[-len(LAST) :] == LAST and place[1] >= len(chat) - len(LAST)
+            yield name, without, last
 
 
 def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
@@ -147,14 +158,15 @@ def disagreements(template: str, kinds: Iterable[str]) -> tuple[int, list[Any]]:
         except BadRecord:
             continue  # the template refuses it, which is said
         same, behind = Counter[str](), Counter[str]()
-        for name, without, last in drops(record):
+        for name, without, last in drops(record, deep=kind == "tools"):
             tried, same[name] = tried + 1, same[name]
             with contextlib.suppress(BadRecord):
                 same[name] += (equal := made(encoder, without)[0] == whole)
                 behind[name] += last and equal
         for name, count in same.items():
-            found = unread[name] or unread[name.partition(".")[0]]
+            found, words = unread[name], name.split(".")
             told = bool(found) == bool(count) if shape is PAIRS else count - behind[name] <= found <= count
+            told |= count > 0 and any(unread[".".join(words[:n])] for n in range(1, len(words)))
             if name not in OBEYED and not told:
                 wrong.append((kind, name, count, found))
     return tried, wrong

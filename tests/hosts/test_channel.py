@@ -36,6 +36,9 @@ sys.exit(code)
 """
 VALUES = [None, True, 1.5, "ä\u2028", [], [1, [2]], (), (1, (2, "a")), {}, {1: "a", "1": {"tuple": (2,)}}, {(1, 2): 3}]
 EXCHANGE = f"""
+    from shardwright import run
+    run.today = lambda: f"2026-11-0{{index + 1}}"  # their clocks differ
+    assert run.date_of(None) == "2026-11-01"
     values = {VALUES!r}
     assert hosts().gather((index, values)) == [(0, values), (1, values)]
     assert hosts().once(lambda: (index, values)) == (0, values)

@@ -40,6 +40,7 @@ from shardwright.data.tokenizer import (
     check_vocabulary,
     fix_date,
     special_name,
+    today,
     tokenizer_fingerprint,
 )
 from shardwright.errors import UserError
@@ -160,9 +161,9 @@ def load_corpus(
     check_tokenizer(tokenizer, vocab_size)
     sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
-    options = _dated(options, tokenizer)
+    options = replace(options, date=options.date or today())  # all sources have the same
     if len(sources) == 1:
-        return replace(load(options, tokenizer, vocab_size, root), date=options.date)
+        return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
         raise no_tokenizer(options.dataset)
     labels = any(map(options.makes_samples, shapes_of(options.dataset, options.reads)))
@@ -174,7 +175,7 @@ def load_corpus(
     held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
     heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
-    return Corpus(train, heldout, tokenizer, notes, corpora[0].named, options.date)
+    return Corpus(train, heldout, tokenizer, notes, corpora[0].named, corpora[0].date)
 
 
 def _stored_corpus(
@@ -202,6 +203,7 @@ def _stored_corpus(
             of = RecordTexts(documents.shape, str(options.chat_template), lambda: _sample(split()[TRAIN]))
             folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__, *of.special_words])
             tokenizer = of.tokenizer(folder, scratch, vocab_size)
+        options = _dated(options, tokenizer)
         packing = _Packing(options, documents.shape, tokenizer)
         rows = cached(
             root / "rows" / digest([*key, *packing.key]),
@@ -214,7 +216,7 @@ def _stored_corpus(
     notes = packing.notes(tally)
     if held[0].fingerprint == train.fingerprint:
         notes += ("the only text there is: it is trained on and evaluated on",)
-    return Corpus(train, held[0], tokenizer, notes, _named(options, held))
+    return Corpus(train, held[0], tokenizer, notes, _named(options, held), options.date)
 
 
 def load_rows_of(
@@ -259,6 +261,7 @@ def _streamed_corpus(
         folder = root / "tokenizers" / digest([*key, fraction, vocab_size, "stream", *of.special_words])
         with quiet_scratch(root) as scratch:
             tokenizer = of.tokenizer(folder, scratch, vocab_size)
+    options = _dated(options, tokenizer)
     packing = _Packing(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
     held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
@@ -270,16 +273,17 @@ def _streamed_corpus(
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
     notes = packing.notes(Counter(heldout.tally) + counted(stream.unread.columns))
-    return Corpus(rows, heldout, tokenizer, notes, _named(options, held))
+    return Corpus(rows, heldout, tokenizer, notes, _named(options, held), options.date)
 
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
     return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
 
 
-def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DataOptions:
+def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
     """``options`` whose date the tokenizer's chat templates write from now on; without one if they write none."""
-    return options if tokenizer is not None and fix_date(tokenizer, options.date) else replace(options, date=None)
+    date = options.date or today()
+    return replace(options, date=date if fix_date(tokenizer, date) else None)
 
 
 def _sample(documents: Dataset) -> Iterator[str]:

@@ -221,8 +221,13 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest([content, tokenizer.eos_token_id])
 
 
-def fix_date(tokenizer: PreTrainedTokenizerBase, date: str | None) -> bool:
-    """Have the tokenizer's chat templates take ``date`` (ISO) for today's, in all of this process; None: today's.
+def today() -> str:
+    """This machine's date, in ISO's form."""
+    return datetime.date.today().isoformat()
+
+
+def fix_date(tokenizer: PreTrainedTokenizerBase, date: str) -> bool:
+    """Have the tokenizer's chat templates take ``date`` (ISO) for today's, in all of this process.
 
     Returns whether one asks for it, as Llama 3.2's and GPT-OSS's do.
     """
@@ -232,7 +237,5 @@ def fix_date(tokenizer: PreTrainedTokenizerBase, date: str | None) -> bool:
         with contextlib.suppress(TemplateError):  # rendering it will say what is wrong
             # semi-private: transformers/utils/chat_template_utils.py, transformers 5.23, which keeps compiled templates
             names = chat_template_utils._compile_jinja_template(text).globals
-            names.pop("strftime_now", None)  # an earlier date; transformers' own stays behind it
-            if date is not None:
-                names["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
+            names["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
     return bool(asking)

@@ -28,7 +28,8 @@ def named(name: str, value: Any) -> str:
 
 def is_meant(field: str) -> bool:
     """Whether something else is trained without the field, as :func:`named` writes it."""
-    return field.partition(" (")[0].rpartition(".")[2] in _MEANT
+    words = field.partition(" (")[0].split(".")
+    return words[-1] in _MEANT or "arguments" in words[:-1]
 
 
 def unread_columns(record: Mapping[str, Any], shape: RecordShape) -> list[str]:

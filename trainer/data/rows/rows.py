@@ -25,6 +25,7 @@ from shardwright.files.scratch import scratch_folder
 
 FINGERPRINT_ROWS = 64  # stored rows in a fingerprint; reading them takes milliseconds
 ROWS_AT_ONCE = 1024  # rows whose tokens are counted together
+TRIED, BYTES_A_TOKEN = 2, 4  # documents that say how many tokens all have
 
 
 class Rows(Protocol):
@@ -174,8 +175,9 @@ def write_rows(
     """
     tallies = {}
     for name, split in splits.items():
-        packer = new_packer()
-        mean = max(1, split.data.nbytes // max(1, split.data.num_rows))
+        packer, mean = new_packer(), max(1, split.data.nbytes // max(1, split.data.num_rows))
+        if packer.groups > 1 and split.data.nbytes > CHARACTERS_AT_ONCE:
+            mean = max(mean, _size_of_samples(split, new_packer()))
         packed = split.map(
             packer,
             batched=True,
@@ -196,6 +198,18 @@ def write_rows(
     first = next(iter(tallies.values()))
     first |= sum((unread.tally for unread in documents.unread), Counter())
     (folder / "rows.json").write_text(json.dumps(tallies))
+
+
+def _size_of_samples(split: Dataset, packer: AnyPacker) -> int:
+    """Bytes of text that as many tokens have as a document's samples; 0: no more than its own.
+
+    A chat of which each turn is a sample of its own, with all before it, has many times its own tokens.
+    """
+    numbers = np.linspace(0, len(split) - 1, min(TRIED, len(split))).astype(np.int64)
+    texts = [text for text in split[numbers]["text"] if text]
+    packer.rows(texts)
+    tokens = packer.tally["tokens"]
+    return tokens * BYTES_A_TOKEN // len(texts) if tokens > sum(len(text.encode()) for text in texts) else 0
 
 
 def _feature(packer: AnyPacker, column: str) -> List:

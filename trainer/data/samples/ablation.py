@@ -1,7 +1,8 @@
 """Ablation: the fields of a chat without which its template renders the very same text."""
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -10,24 +11,38 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.chat import Chat
 from shardwright.data.samples.template import Template
 
-# characters for private use, which stand in no text: a field's mark takes the place of a letter of it
-_MARKS = range(0xF0000, 0x10FFFE)
+# characters for private use, which stand in no text: a part's mark takes the place of a letter of it
+_MARKS = range(0xF0001, 0x10FFFE)
+_NUMBERS = 7 * 10**14  # with a mark added, it takes the place of a number
+_NUMBER = re.compile(r"7000000\d{8}")
 _LONG = 16  # characters; a shorter content may stand in the template's own words
-_IDS = ("id", "tool_call_id")  # templates look for one in another message, by equality
-_LAST_LETTER = re.compile(r"\w(?=\W*$)")
-Field = tuple[int, str]  # (a message's number, its key); -1: a column beside the messages; -2: a key of its options
+# keys whose values templates compare, with words or with each other: marked in a rendering of their own
+_RESULT = "tool_call_id"
+_COMPARED: dict[Any, int] = {"type": 1, "id": 1, _RESULT: 2}
+_KNOWN = 1024  # tools whose parts are known
+_TOOLS, _OPTIONS = -1, -2
+# (a message's number, or one of these two, and a key) of a field; of a part of its value, the keys and places as well
+Part = tuple[Any, ...]
 
 
 def unread_fields(
-    chat: Chat, whole: str, template: Template, alone: Sequence[int] = (), end: int | None = None
+    chat: Chat,
+    whole: str,
+    template: Template,
+    known: dict[str, list[str]],
+    alone: Sequence[int] = (),
+    end: int | None = None,
 ) -> list[str]:
     """Fields with a value that have no effect on ``whole``, the chat's text, as :func:`named` writes them.
 
     Nor on the texts that end with the turns ``alone``, which are samples of their own. ``end``: the whole is no sample,
     and no field is named of that message and of later ones.
 
-    Seldom more than three renderings: each field bears a mark, all at once, and those that are not seen are left out,
-    all at once. Only if that changes the text, they are halved.
+    Of a value that has an effect, such as calls and tools, each part without one is named by its keys.
+
+    Seldom more than three renderings: each part bears a mark, all at once, and those that are not seen are left out,
+    all at once. Only if that changes the text, they are halved. ``known``: tools, in JSON, whose parts were tried, and
+    the names of those without effect.
     """
     contents = [message.get("content") for message in chat.messages]
     plain = all(message.keys() <= {"role", "content"} for message in chat.messages) and not (chat.tools or chat.options)
@@ -42,55 +57,132 @@ def unread_fields(
         return "".join([template.whole(changed) if end is None else "", *texts])
 
     whole = render(chat) if alone or asked else whole
-    fields = _fields(chat)
-    marks = dict(zip(fields, map(chr, _MARKS), strict=False))
-    marked = _changed(chat, lambda field, value: value if field[1] in _IDS else _marked(value, marks.get(field)))
-    seen = _rendered(marked, render) or ""
+    tools = json.dumps(chat.tools) if chat.tools else ""
+    parts = {part: value for part, value in _parts_of(chat) if not (tools in known and part[0] == _TOOLS and part[2:])}
+    read = _read(chat, parts, render)
+    below: dict[Part, list[Part]] = {}
+    for part in parts:
+        below.setdefault(_above(part), []).append(part)
 
-    def without_effect(left: Sequence[Field]) -> Sequence[Field]:
-        dropped = {*left}
-        gone = _changed(chat, lambda field, value: None if field in dropped else value)
+    def without_effect(left: Sequence[Part]) -> list[Part]:
+        dropped, fields = {*left}, {part[:2] for part in left}
+        gone = _changed(chat, lambda field, value: _without(value, field, dropped) if field in fields else value)
         if not left or _rendered(gone, render) == whole:
-            return left
+            return [*left]
+        if len(left) == 1:
+            return without_effect(below.get(left[0], []))
         middle = len(left) // 2
-        return [*without_effect(left[:middle]), *without_effect(left[middle:])] if middle else []
+        return [*without_effect(left[:middle]), *without_effect(left[middle:])]
 
-    unread = without_effect([field for field in fields if marks.get(field) is None or marks[field] not in seen])
-    return [_name(field, fields[field]) for field in unread if end is None or field[0] < end]
+    highest = [part for part in parts if part not in read and (len(part) == 2 or _above(part) in read)]
+    # a result's id is never left out with its call's: without both they are equal too
+    results = [part for part in highest if part[-1] == _RESULT]
+    # those of one name side by side, since most often all of them have an effect, or none has
+    others = sorted((part for part in highest if part[-1] != _RESULT), key=_name)
+    unread = {part: named(_name(part), parts[part]) for group in (results, others) for part in without_effect(group)}
+    inner = [name for part, name in unread.items() if part[0] == _TOOLS and part[2:]]
+    if tools and (_TOOLS, "tools") not in unread:
+        if len(known) > _KNOWN:
+            known.clear()
+        inner = known.setdefault(tools, inner)
+    others = [part for part in unread if not (part[0] == _TOOLS and part[2:]) and (end is None or part[0] < end)]
+    return [*(unread[part] for part in others), *inner]
 
 
-def _fields(chat: Chat) -> dict[Field, Any]:
+def _read(chat: Chat, parts: Iterable[Part], render: Callable[[Chat], str]) -> Set[Part]:
+    """The parts whose marks are seen in the text, and all that they are parts of."""
+
+    def seen(marks: Mapping[Part, int]) -> Iterator[Part]:
+        marked = _changed(chat, lambda field, value: _marked(value, field, field, marks))
+        text = _rendered(marked, render) or ""
+        letters, numbers = {*text}, {*map(int, _NUMBER.findall(text))}
+        return (part for part, mark in marks.items() if chr(mark) in letters or _NUMBERS + mark in numbers)
+
+    kinds: dict[int, list[Part]] = {}
+    for part in parts:
+        kinds.setdefault(_COMPARED.get(part[-1], 0), []).append(part)
+    found = (part for own in kinds.values() for part in seen(dict(zip(own, _MARKS, strict=False))))
+    return {part[:length] for part in found for length in range(2, len(part) + 1)}
+
+
+def unread_of_contents(chat: Chat) -> list[str]:
+    """As :func:`unread_fields`: what is beside the texts of which a content is made, and never read."""
+    contents = [m["content"] for m in chat.messages if isinstance(m.get("content"), list)]
+    beside = [item for parts in contents for part in parts for item in part.items() if item[0] not in ("type", "text")]
+    return [named(f"messages.content.{key}", value) for key, value in beside if not is_empty(value)]
+
+
+def _parts_of(chat: Chat) -> Iterator[tuple[Part, Any]]:
+    """All fields that hold something, and the parts of their values that have a key."""
     fields = {(i, key): value for i, message in enumerate(chat.messages) for key, value in message.items()}
-    fields |= {(-1, "tools"): chat.tools, **{(-2, key): value for key, value in chat.options.items()}}
-    return {field: value for field, value in fields.items() if field[1] != "role" and not is_empty(value)}
+    fields |= {(_TOOLS, "tools"): chat.tools, **{(_OPTIONS, key): value for key, value in chat.options.items()}}
+    for field, value in fields.items():
+        if field[1] != "role" and not is_empty(value):
+            yield from [(field, value)] if field[1] == "content" else _parts(field, value)
 
 
-def _name(field: Field, value: Any) -> str:
-    number, key = field
-    return named({-1: "", -2: "chat_template_kwargs."}.get(number, "messages.") + key, value)
+def _parts(place: Part, value: Any) -> Iterator[tuple[Part, Any]]:
+    if isinstance(place[-1], str):
+        yield place, value
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if isinstance(inner, dict | list) or isinstance(value, dict):
+            yield from _parts((*place, key), inner) if not is_empty(inner) else ()
 
 
-def _changed(chat: Chat, change: Callable[[Field, Any], Any]) -> Chat:
+def _above(part: Part) -> Part:
+    """The part that it is one of."""
+    above = part[:-1]
+    return above if len(above) < 2 or isinstance(above[-1], str) else _above(above)
+
+
+def _name(part: Part) -> str:
+    number, *keys = part
+    words = {_TOOLS: [], _OPTIONS: ["chat_template_kwargs"]}.get(number, ["messages"])
+    for key in keys:
+        if words[-2:] == ["arguments", "*"]:
+            break
+        if isinstance(key, str):  # names that people gave are left out
+            words = [*words, "*" if words and words[-1] in ("arguments", "properties") else key]
+    return ".".join(words)
+
+
+def _changed(chat: Chat, change: Callable[[Part, Any], Any]) -> Chat:
     """The chat with each field's value as ``change`` makes it; a None is left out."""
     messages = [_kept({key: change((i, key), value) for key, value in m.items()}) for i, m in enumerate(chat.messages)]
-    options = _kept({key: change((-2, key), value) for key, value in chat.options.items()})
-    return replace(chat, messages=messages, tools=change((-1, "tools"), chat.tools), options=options)
+    options = _kept({key: change((_OPTIONS, key), value) for key, value in chat.options.items()})
+    return replace(chat, messages=messages, tools=change((_TOOLS, "tools"), chat.tools), options=options)
 
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _marked(value: Any, mark: str | None) -> Any:
-    """``value`` with the mark in each of its strings, which keep their lengths, but in those that name a type."""
-    if mark is None:
-        return value
-    if isinstance(value, str):
-        return _LAST_LETTER.sub(mark, value, count=1)
+def _marked(value: Any, place: Part, part: Part, marks: Mapping[Part, int]) -> Any:
+    """``value`` with the mark of its part in each string, which keeps its length, and in the place of each number."""
+    part = place if place in marks or place[-1] in _COMPARED else part
     if isinstance(value, list):
-        return [_marked(inner, mark) for inner in value]
+        return [_marked(inner, (*place, n), part, marks) for n, inner in enumerate(value)]
     if isinstance(value, dict):
-        return {key: inner if key in ("type", *_IDS) else _marked(inner, mark) for key, inner in value.items()}
+        return {key: _marked(inner, (*place, key), part, marks) for key, inner in value.items()}
+    mark = marks.get(part)
+    if mark is None or not (value or "arguments" in place):  # what is false may stay so
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value)(_NUMBERS + mark)
+    text = str(value)
+    at = next((n for n in reversed(range(len(text))) if text[n].isalnum()), None)
+    return value if at is None else text[:at] + chr(mark) + text[at + 1 :]
+
+
+def _without(value: Any, place: Part, dropped: Set[Part]) -> Any:
+    """``value`` without the parts ``dropped``; None if it is one."""
+    if place in dropped:
+        return None
+    if isinstance(value, list):
+        return [_without(inner, (*place, n), dropped) for n, inner in enumerate(value)]
+    if isinstance(value, dict):
+        places = {key: (*place, key) for key in value}
+        return {key: _without(value[key], at, dropped) for key, at in places.items() if at not in dropped}
     return value
 
 

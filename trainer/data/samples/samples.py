@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.fields import counted, is_empty, named
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.samples.ablation import unread_fields
+from shardwright.data.samples.ablation import unread_fields, unread_of_contents
 from shardwright.data.samples.chat import (
     ASSISTANT,
     ROLES,
@@ -100,6 +100,7 @@ class Encoder:
         self.end = int(tokenizer.eos_token_id)
         self.stops = (stops & special_ids(tokenizer)) | {self.end}
         self.template = Template(tokenizer, self.stops) if shape.is_chat else None
+        self.tools: dict[str, list[str]] = {}  # in JSON → the names of their parts that the template does not read
         self.taught: int | None = None  # a teacher's tokens to keep at each target
         # the tokenizer's beginning of a prompt (Llama's <s>)
         first = tokenizer("", verbose=False)["input_ids"][:1]
@@ -288,10 +289,11 @@ class Encoder:
 
     def _chat(self, chat: Chat, unread: Counter[str]) -> Draft:
         template = self.template = self.template or Template(self.tokenizer, self.stops)
+        unread.update(unread_of_contents(chat))
         chat = template.prepared(chat)
         if template.marked(chat):
             tokens, spans = template.marked_spans(chat)
-            unread.update(unread_fields(chat, template.whole(chat), template))
+            unread.update(unread_fields(chat, template.whole(chat), template, self.tools))
             # turns of the prompt are not trained on, nor the beginning of an answer that it ends with
             prompt = [template.text(chat, chat.first)] if chat.first else []
 
@@ -309,7 +311,7 @@ class Encoder:
             others = [each.turns[0].message for each in alone]
             # what is behind the last turn to train on has no effect unless the whole is a sample
             end = None if shared.turns or self.train_on_prompt or not alone else max(others) + 1
-            unread.update(unread_fields(chat, whole, template, others, end))
+            unread.update(unread_fields(chat, whole, template, self.tools, others, end))
             hidden = chat.silent.intersection(others)
             if self.train_on_prompt and hidden:
                 raise BadRecord("messages", f"{template.name} writes a turn of weight 0 otherwise once more follows")

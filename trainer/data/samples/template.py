@@ -192,7 +192,7 @@ class Template:
             if at < len(whole.added) and whole.added[at][0] == len(inner):  # GPT-OSS's <|return|>, later an <|end|>
                 start, merged = self._shared(whole, before)
                 return Turn(i, start, whole.added[at][1] + 1, self.stop_words[word], merged), None
-        tokens = as_written(self.tokenizer, [own])[0]
+        tokens = self._beside(whole, own)
         turn, longer = self._span(chat, i, before, end, tokens)
         return turn, longer or tokens
 
@@ -296,6 +296,23 @@ class Template:
             return first + len(tail), False
         same = next((n for n, pair in enumerate(zip(own, tail, strict=False)) if pair[0] != pair[1]), len(own))
         return first + same, length == len(beginning)
+
+    def _beside(self, whole: Tokens, own: str) -> Tokens:
+        """The tokens of ``own``; only what follows the last added token that it has in common with the whole is read.
+
+        A chat's turns by themselves repeat all that comes before them.
+        """
+        length = _common(whole.text, own)
+        last = bisect.bisect_left(whole.added, (length, 0)) - 1
+        while last >= 0 and not own.startswith(self._word(whole, last), whole.added[last][0]):
+            last -= 1
+        place, first = whole.added[last] if last >= 0 else (0, 0)
+        (tail,) = as_written(self.tokenizer, [own[place:]])
+        added = [*whole.added[: max(last, 0)], *((place + at, first + n) for at, n in tail.added)]
+        return Tokens([*whole[:first], *tail], own, added)
+
+    def _word(self, whole: Tokens, added: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(whole[whole.added[added][1]]))
 
     def _tokens(self, text: str) -> list[int]:
         read = self._short if len(text) <= SHORT else self._tokenise
