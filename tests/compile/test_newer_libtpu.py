@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile.libtpu import CompileTarget, compile_for
-from shardwright.compile.libtpu_library import find_library
 from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
-from shardwright.xla.chips import FLAGS, RUN_FLAGS, find_topology
+from shardwright.xla.chips import FLAGS, NEWER_FLAGS, RUN_FLAGS, find_topology
+from shardwright.xla.libtpu_library import find_library
 from tests.compile.test_libtpu import on_one_chip
 from tests.support.captured import MESH, captured_step
 from tests.support.paths import ROOT
@@ -62,7 +62,11 @@ def test_its_collectives_are_read_with_their_axes(cache: Path, monkeypatch: pyte
 def test_a_chip_of_two_devices_is_compiled_for_with_the_flags_of_all_chips(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {name: value for chip in (*FLAGS.values(), *RUN_FLAGS.values()) for name, value in chip.items()}
+    flags = {
+        name: value
+        for chip in (*FLAGS.values(), *RUN_FLAGS.values(), *NEWER_FLAGS.values())
+        for name, value in chip.items()
+    }
     monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(f"--{name}={value}" for name, value in flags.items()))
     report = compiled("tpu7x:2x2x1", cache, monkeypatch)
     assert (report.devices, report.mesh) == (8, MESH)

@@ -39,13 +39,14 @@ class Chip:
     devices: int = 1  # of a chip
     inner_bandwidth: float = 0.0  # each way between the devices of a chip
 
-    def missing_flags(self, given: str, *, run: bool = False) -> dict[str, str]:
-        """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets.
+    def missing_flags(self, given: str, libtpu: str, *, run: bool = False) -> dict[str, str]:
+        """This chip's flags for that libtpu, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets.
 
         A ``run`` sets those too that take too long for a quick compile.
         """
         named = {word.lstrip("-").partition("=")[0] for word in given.split()}
-        ours = FLAGS[self.name] | (RUN_FLAGS.get(self.name, {}) if run else {})
+        ours = FLAGS[self.name] | (NEWER_FLAGS.get(self.name, {}) if libtpu != TORCH_XLA_LIBTPU else {})
+        ours |= RUN_FLAGS.get(self.name, {}) if run else {}
         return {name: value for name, value in ours.items() if name not in named}
 
     @property
@@ -106,6 +107,12 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA | _EXCHANGE,
     "tpu7x": _TORCH_XLA | _EXCHANGE,
 }
+TORCH_XLA_LIBTPU = "0.0.21"  # the libtpu that torch_xla 2.9 was released with
+# Chip → flags for a newer one, which fuses no gather with a product on v5p ("Continuation fusion … not supported on
+# platforms other than TPU v5e", 0.0.52, if it is asked to): gathers and scatters run beside products on the sparse
+# cores. MaxText's DeepSeek-V3 runs on v5p with both.
+_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload"
+NEWER_FLAGS = {"v5p": {f"{_SPARSE_CORES}_all_gather": "true", f"{_SPARSE_CORES}_reduce_scatter": "true"}}
 # Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
 RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
 
