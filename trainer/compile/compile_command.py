@@ -85,7 +85,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             report = job.compile()
     print_report(report, console)
     if not (options.tune or options.search):
-        for text in faster_options(report, job.job.recipe.compute.remat, job.flags):
+        rows = job.job.args.per_device_train_batch_size
+        for text in faster_options(report, job.job.recipe.compute.remat, job.flags, rows):
             say(console, f"faster:  {text}")
     _write(report, job, console, tried)
     if options.search:
