@@ -108,11 +108,15 @@ FLAGS: dict[str, dict[str, str]] = {
     "tpu7x": _TORCH_XLA | _EXCHANGE,
 }
 TORCH_XLA_LIBTPU = "0.0.21"  # the libtpu that torch_xla 2.9 was released with
-# Chip → flags for a newer one, which fuses no gather with a product on v5p ("Continuation fusion … not supported on
-# platforms other than TPU v5e", 0.0.52, if it is asked to): gathers and scatters run beside products on the sparse
-# cores. MaxText's DeepSeek-V3 runs on v5p with both.
+# Chip → flags for a newer one. Asked to fuse a gather with a product on v5p, 0.0.52 refuses ("Continuation fusion … not
+# supported on platforms other than TPU v5e"), and does not do it by itself, so gathers and scatters go to the sparse
+# cores, which run them beside products: gathers over one, two or three dimensions of the torus have a flag each.
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload"
-NEWER_FLAGS = {"v5p": {f"{_SPARSE_CORES}_all_gather": "true", f"{_SPARSE_CORES}_reduce_scatter": "true"}}
+NEWER_FLAGS = {
+    "v5p": {
+        f"{_SPARSE_CORES}_{kind}": "true" for kind in ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter")
+    }
+}
 # Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
 RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
 
