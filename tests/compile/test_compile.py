@@ -15,7 +15,7 @@ import pytest
 from shardwright.compile.compile_command import DOES_NOT_FIT
 from shardwright.compile.compile_job import compiler_flags
 from shardwright.compile.search.largest_that_fits import largest_batch
-from shardwright.xla.chips import CHIPS, FLAGS, TORCH_XLA_LIBTPU
+from shardwright.xla.chips import CHIPS, FLAGS
 from tests.support import fork_server
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
@@ -235,7 +235,7 @@ def test_the_largest_batch_is_found_in_a_few_compiles(
 def test_a_compile_takes_the_chips_flags_and_the_users_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_flash_attention=true --other=1")
     given = "xla_tpu_scoped_vmem_limit_kib= --xla_tpu_enable_async_all_to_all=false"
-    flags = compiler_flags(CHIPS["v5p"], given, TORCH_XLA_LIBTPU)
+    flags = compiler_flags(CHIPS["v5p"], given, "0.0.21")
     changed = {"xla_tpu_scoped_vmem_limit_kib", "xla_tpu_enable_flash_attention", "xla_tpu_enable_async_all_to_all"}
     kept = {name: value for name, value in FLAGS["v5p"].items() if name not in changed}
     assert flags == {**kept, "xla_tpu_enable_async_all_to_all": "false"}

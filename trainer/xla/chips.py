@@ -7,6 +7,7 @@ that libtpu 0.0.52 compiles for and that can be rented; libtpu 0.0.21 does not k
 import itertools
 import math
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,7 @@ class Chip:
         A ``run`` sets those too that take too long for a quick compile.
         """
         named = {word.lstrip("-").partition("=")[0] for word in given.split()}
-        ours = FLAGS[self.name] | (NEWER_FLAGS.get(self.name, {}) if libtpu != TORCH_XLA_LIBTPU else {})
+        ours = FLAGS[self.name] | (NEWER_FLAGS.get(self.name, {}) if _knows_newer_flags(libtpu) else {})
         ours |= RUN_FLAGS.get(self.name, {}) if run else {}
         return {name: value for name, value in ours.items() if name not in named}
 
@@ -107,10 +108,11 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA | _EXCHANGE,
     "tpu7x": _TORCH_XLA | _EXCHANGE,
 }
-TORCH_XLA_LIBTPU = "0.0.21"  # the libtpu that torch_xla 2.9 was released with
-# Chip → flags for a newer one. Asked to fuse a gather with a product on v5p, 0.0.52 refuses ("Continuation fusion … not
-# supported on platforms other than TPU v5e"), and does not do it by itself, so gathers and scatters go to the sparse
-# cores, which run them beside products: gathers over one, two or three dimensions of the torus have a flag each.
+# Chip → flags for libtpu 0.0.52 and later (one in between may not know them all). Asked to fuse a gather with a product
+# on v5p, it refuses ("Continuation fusion … not supported on platforms other than TPU v5e"), and does not do it by
+# itself as 0.0.21 does, so gathers and scatters go to the sparse cores, which run them beside products: gathers over
+# one, two or three dimensions of the torus have a flag each.
+_FROM = (0, 0, 52)
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload"
 NEWER_FLAGS = {
     "v5p": {
@@ -119,6 +121,12 @@ NEWER_FLAGS = {
 }
 # Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
 RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
+
+
+def _knows_newer_flags(libtpu: str) -> bool:
+    """Whether the version, which for a file of no package is none, is one that takes NEWER_FLAGS."""
+    return bool(re.fullmatch(r"\d+(\.\d+)+", libtpu)) and tuple(map(int, libtpu.split("."))) >= _FROM
+
 
 # Dimensions → slices: of 3 those smaller than a 4×4×4 cube (one chip of tpu7x too); of 2 all but the pod. Source: pages
 # above.
