@@ -108,17 +108,14 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA | _EXCHANGE,
     "tpu7x": _TORCH_XLA | _EXCHANGE,
 }
-# Chip → flags for libtpu 0.0.52 and later (one in between may not know them all). Asked to fuse a gather with a product
-# on v5p, it refuses ("Continuation fusion … not supported on platforms other than TPU v5e"), and does not do it by
-# itself as 0.0.21 does, so gathers and scatters go to the sparse cores, which run them beside products: gathers over
-# one, two or three dimensions of the torus have a flag each.
+# Chip → flags for libtpu 0.0.52 and later (one in between may not know them all). It fuses gathers with products on v5e
+# alone, where 0.0.21 does on all; asked to on v5p it refuses ("Continuation fusion … not supported on platforms other
+# than TPU v5e"). So gathers and scatters go to the sparse cores, which run them beside products: gathers over one, two
+# or three dimensions of the torus have a flag each. On tpu7x that is the default, and v4's take none.
 _FROM = (0, 0, 52)
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload"
-NEWER_FLAGS = {
-    "v5p": {
-        f"{_SPARSE_CORES}_{kind}": "true" for kind in ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter")
-    }
-}
+_KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter")
+NEWER_FLAGS = dict.fromkeys(("v5p", "v6e"), {f"{_SPARSE_CORES}_{kind}": "true" for kind in _KINDS})
 # Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
 RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
 
