@@ -115,7 +115,7 @@ FLAGS: dict[str, dict[str, str]] = {
 _FROM = (0, 0, 52)
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload"
 _KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter")
-NEWER_FLAGS = dict.fromkeys(("v5p", "v6e"), {f"{_SPARSE_CORES}_{kind}": "true" for kind in _KINDS})
+NEWER_FLAGS = {chip: {f"{_SPARSE_CORES}_{kind}": "true" for kind in _KINDS} for chip in ("v5p", "v6e")}
 # Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
 RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
 
