@@ -4,6 +4,7 @@ python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-100 --output 
 python scripts/export.py --checkpoint runs/lora/checkpoint-100 --output my-model --merge   # else the adapter alone
 """
 
+import argparse
 import copy
 import os
 import sys
@@ -47,8 +48,9 @@ def main() -> None:
     from shardwright.files.folder import TEMPORARY, Folder
     from shardwright.model.facts import facts_of
     from shardwright.model.peft_config import read_config
+    from shardwright.model.trained_rows import rows_needed
     from shardwright.weights.adapter_weights import merge_factors
-    from shardwright.weights.formats.published import base_dtype
+    from shardwright.weights.formats.plain_weights import base_dtype
     from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export, kept_in_float32
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
@@ -71,27 +73,15 @@ def main() -> None:
     facts = facts_of(config, saved.arguments.get("train_mtp", False))
     model, whole, names = facts.model, facts.whole, facts.names_in_whole
     lora = read_config(saved.folder, model, checkpoint=True) if saved.has_adapter else None
-    if arguments.merge and lora is None:
-        raise UserError(
-            asked="--merge",
-            found=f"no adapter in {saved.folder}",
-            why="its weights are those of a plain model already",
-            instead="no --merge",
-        )
-    if arguments.format and lora is not None and not arguments.merge:
-        raise UserError(
-            asked=f"--format {arguments.format}",
-            found=f"an adapter in {saved.folder}",
-            why="its factors are written as PEFT has them, beside a base that stays as it is",
-            instead="--merge, which makes a plain model of both; or no --format",
-        )
+    _check_adapter(arguments, lora is not None)
     saved.check_model(facts.adapted(lora), config)
     seed = saved.arguments.get("seed", 0)
     rest = seeded_init(whole, seed)
     hub = None
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
-        rest = hub = open_hub_weights(base, whole, console, seed)  # what was not trained is in no checkpoint of the run
+        # what was not trained is in no checkpoint of the run
+        rest = hub = open_hub_weights(base, whole, console, seed, rows_needed(lora, model, names))
     elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console, seed)
     saved.check_tensors(console)
@@ -107,6 +97,24 @@ def main() -> None:
             source, plain = part_and_rest(own, rest, names), copy.deepcopy(whole)  # whose config is written to
             export(folder, plain, source, saved.tokenizer, form, console, hub)
     say(console, f"written to {output}")
+
+
+def _check_adapter(arguments: argparse.Namespace, adapter: bool) -> None:
+    """Refuse options that mean nothing for a checkpoint with, or without, an ``adapter``."""
+    if arguments.merge and not adapter:
+        raise UserError(
+            asked="--merge",
+            found=f"no adapter in {arguments.checkpoint}",
+            why="its weights are those of a plain model already",
+            instead="no --merge",
+        )
+    if arguments.format and adapter and not arguments.merge:
+        raise UserError(
+            asked=f"--format {arguments.format}",
+            found=f"an adapter in {arguments.checkpoint}",
+            why="its factors are written as PEFT has them, beside a base that stays as it is",
+            instead="--merge, which makes a plain model of both; or no --format",
+        )
 
 
 if __name__ == "__main__":

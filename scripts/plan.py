@@ -24,6 +24,7 @@ from shardwright.arguments.help_page import METAVARS, in_brief
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, command
 from shardwright.hosts.output_streams import exit_code
+from shardwright.xla.light_imports import uncollected
 
 if TYPE_CHECKING:
     from shardwright.layout.auto import AutoRecipe
@@ -36,23 +37,28 @@ _RUN |= dict.fromkeys(("lora_target", "adapter", "base_dtype", "weight_dtype", "
 _RUN |= dict.fromkeys(("rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"), str)
 
 
-def main() -> None:
-    parser = Parser(__doc__)
+def parser() -> Parser:
+    found = Parser(__doc__)
     recipes = "name in recipes/, or path of a .py file; or auto: made from --model's own parallel plan and shapes"
-    parser.add_argument("--recipe", required=True, help=recipes)
-    parser.add_argument("--model", help="hub id, folder, or config.json; default: the recipe's own small model")
-    parser.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
-    parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument("--html", metavar="FILE", help="write the plan to this file too, as a page that loads nothing")
-    parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
-    of_run = parser.add_argument_group("options of a run that change what a device holds, as in scripts/train.py")
+    found.add_argument("--recipe", required=True, help=recipes)
+    found.add_argument("--model", help="hub id, folder, or config.json; default: the recipe's own small model")
+    found.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
+    found.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
+    found.add_argument("--json", action="store_true", help="print JSON alone")
+    found.add_argument("--html", metavar="FILE", help="write the plan to this file too, as a page that loads nothing")
+    found.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
+    of_run = found.add_argument_group("options of a run that change what a device holds, as in scripts/train.py")
     texts = {each.name: each.metadata["help"] for each in fields(TrainingArguments)}
     for name, kind in _RUN.items():
         of_run.add_argument(f"--{name}", type=kind, metavar=METAVARS[kind], help=in_brief(texts[name]))
     of_run.add_argument("--train_mtp", action="store_true", help=in_brief(texts["train_mtp"]))
-    parser.takes_run_file()
-    arguments = parser.parse_args()
+    found.takes_run_file()
+    return found
+
+
+@uncollected()
+def main() -> None:
+    arguments = parser().parse_args()
 
     from shardwright.files.asked_file import write_asked
     from shardwright.layout.auto import UNMADE, auto_recipe

@@ -96,8 +96,12 @@ LONGEST = (
 SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files without a slow test come first: most mistakes show in minutes. The slow ones come longest first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the slow tests to `-m slow`, but for those named; where they run, they come last, longest first."""
+    if not config.option.markexpr and not any("::" in name for name in config.args):
+        left = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path in slow, ranks.get(item.path, len(ranks)) if item.path in slow else 0))
@@ -114,6 +118,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if file in SHARING_NOTHING else file
 
     return Scheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not config.option.markexpr:
+        terminalreporter.line("left to `pytest -n 2 -m slow`: more whole jobs, kills and compilers")
 
 
 def pytest_collection_finish() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
-from transformers import FalconConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, LlamaConfig, LlamaForCausalLM
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
@@ -39,15 +40,39 @@ def arguments(tmp_path: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_a_run_on_chats_says_what_it_found_and_keeps_them_apart(arguments, tmp_path, monkeypatch) -> None:
+def test_a_base_model_learns_to_chat_by_one_option_and_transformers_answers_with_it(
+    arguments, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    base = byte_tokenizer(None, "<end>")  # no template, and another end of texts than a turn's
+    torch.manual_seed(0)
+    sizes = {**SMALL, "hidden_size": 32, "num_key_value_heads": 2, "intermediate_size": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=base.eos_token_id)).save_pretrained(tmp_path / "base")
+    base.save_pretrained(tmp_path / "base")
+    asked = [{"role": "user", "content": "7?"}]
+    records = [
+        {"messages": [{**asked[0], "content": f"{i}?"}, {"role": "assistant", "content": "yes"}]} for i in range(80)
+    ]
+    arguments |= {"model": str(tmp_path / "base"), "tokenizer": None, "chat_template": "chatml"}
+    arguments |= {"dataset": str(write_records(tmp_path / "chats.jsonl", records)), "sequence_length": 64}
+    arguments |= {"max_steps": 36, "learning_rate": 3e-2, "eval_on_start": False}
     said = io.StringIO()
     trainer = train(TrainingArguments(**arguments), Console(file=said, width=200))
     assert "records with messages; trained on: the assistant's turns" in said.getvalue()
+    assert (
+        "chats are written by the template chatml, kept with the tokenizer; turns end with <|im_end|>"
+        in said.getvalue()
+    )
     assert "80 samples in " in said.getvalue()
-    assert "warning" not in said.getvalue(), "every turn ends in a token that the model's config calls an end"
-    assert trainer.state.global_step == 2
+    assert "warning" not in said.getvalue(), "every turn ends in a token that ends a generation"
+    assert trainer.state.global_step == 36
     assert json.loads((tmp_path / "out" / "training_args.json").read_text())["isolate_documents"] is True
+    tokenizer, model = (
+        kind.from_pretrained(tmp_path / "out" / "model") for kind in (AutoTokenizer, AutoModelForCausalLM)
+    )
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "yes<|im_end|>"
 
 
 def test_a_model_that_cannot_keep_chats_apart_is_refused_before_they_are_read(arguments, tmp_path) -> None:
@@ -72,11 +97,13 @@ def test_without_packing_each_sample_has_its_row_and_each_length_of_rows_is_comp
         FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
         arguments |= {"recipe": "auto", "model": str(tmp_path / "falcon" / "config.json"), "mesh": "fsdp=8"}
     arguments |= {"packing": False, "per_device_train_batch_size": 2, "max_steps": 12, "logging_steps": 1}
+    # of one turn, 50 to 120 tokens
+    arguments |= {"dataset": str(write_records(tmp_path / "short.jsonl", chats(240, 8)[::3]))}
     said = io.StringIO()
     trainer = train(TrainingArguments(**arguments), Console(file=said, width=200))
     assert "batches of rows of 64, 128, 256, 512 tokens, each length compiled once" in said.getvalue()
     met = {length for length, guard in trainer.train_step.guards.items() if not guard.first}
-    assert 2 <= len(met) <= 4
+    assert met == {64, 128}, "of the lengths that there are"
     assert trainer.train_step.compiles == len(met)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 12

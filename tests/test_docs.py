@@ -151,6 +151,12 @@ def test_a_page_is_wrapped(name: str) -> None:
     assert [line for line in prose(PAGES[name]) if len(line) > WIDTH] == []
 
 
+@pytest.mark.parametrize("name", [name for name in DOCS if "/records/" in name])
+def test_a_record_is_its_command_a_date_and_tables(name: str) -> None:
+    assert [line for line in prose(PAGES[name]) if line.strip()] == []
+    assert re.search(r"20\d\d-\d\d-\d\d", PAGES[name])
+
+
 def test_the_index_leads_to_every_page_once() -> None:
     found = re.findall(r"\]\(([^)#:]*\.md)\)", DOCS["docs/README.md"])
     assert sorted(found) == sorted(name.removeprefix("docs/") for name in DOCS if name != "docs/README.md")

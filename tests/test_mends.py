@@ -7,7 +7,6 @@ of what was tried, and how far it led, is printed: `pytest -rP tests/test_mends.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from dataclasses import fields
@@ -28,6 +27,7 @@ from shardwright.model.lora_options import plan_of
 from shardwright.model.meta_model import load_config
 from shardwright.run import prepare
 from tests.support.mends import Request, mended
+from tests.support.messages import Offers
 from tests.support.paths import ROOT
 
 GOOD = (ROOT / "recipes/mixtral_ep.py").read_text(encoding="utf-8")
@@ -342,14 +342,13 @@ def test_what_is_offered_in_python_is_what_was_meant(
 def test_every_option_that_a_message_offers_is_one_of_a_command() -> None:
     known = {f"--{each.name}" for kind in OPTIONS for each in fields(kind)} | {f"--{each}" for each in OTHERS}
     known |= {f"--no_{each.name}" for kind in OPTIONS for each in fields(kind) if each.default is True}
-    found = {}
-    for path in [path for room in ("trainer", "models", "scripts") for path in sorted((ROOT / room).rglob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and "UserError" in ast.unparse(node.func):
-                texts = [each.value for each in node.keywords if each.arg == "instead"]
-                said = [each.value for text in texts for each in ast.walk(text) if isinstance(each, ast.Constant)]
-                said = [each for each in said if "pip install" not in str(each)]  # its options are its own
-                for option in re.findall(r"(?<![\w-])--[a-z]\w+", " ".join(map(str, said))):
-                    found.setdefault(option, f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert len(found) > 30
+    rooms = ("trainer", "models", "scripts")
+    offers = Offers([path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))])
+    assert {"check", "at_least", "_beside", "unproved", "refused"} <= offers.helpers.keys()
+    found: dict[str, str] = {}
+    for where, text in offers.texts():
+        if "pip install" not in text:  # its options are its own
+            for option in re.findall(r"(?<![\w-])--[a-z]\w+", text):
+                found.setdefault(option, where)
+    assert len(found) > 60
     assert {option: where for option, where in found.items() if option not in known} == {}

@@ -42,7 +42,6 @@ def run(tmp_path_factory, text_folder):
     return output, done
 
 
-@pytest.mark.slow
 def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
     output, done = run
     assert "8 virtual CPU devices" in done.stdout
@@ -57,7 +56,6 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
     assert len({entry["compiles"] for entry in logged}) == 1  # all of them before step 5
 
 
-@pytest.mark.slow
 def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
     output, done = run
     written = {"run.yaml", "trainer_state.json", "recipe.json", "training_args.json", "plan.json"}
@@ -77,7 +75,6 @@ def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
     assert f"{after:.4f}" in done.stdout
 
 
-@pytest.mark.slow
 def test_the_model_folder_loads_on_plain_cpu_with_the_same_held_out_loss(run, text_folder):
     output, _ = run
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
@@ -89,7 +86,6 @@ def test_the_model_folder_loads_on_plain_cpu_with_the_same_held_out_loss(run, te
     assert loss == pytest.approx(_evaluations(output)[-1]["eval_loss"], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_trained_folder_is_a_model_to_go_on_from(run, text_folder, tmp_path):
     output, _ = run
     arguments = ["--recipe", "mixtral_fsdp", "--model", output / "model", "--dataset", text_folder, "--max_steps", 2]
@@ -108,7 +104,6 @@ def tiny(tmp_path_factory, text_folder) -> list[object]:
     return ["--recipe", "llama_fsdp", "--dataset", text_folder, *model, "--max_eval_rows", 10]
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_what_was_learned_saved(tiny, tmp_path):
     words = [ROOT / "scripts" / "train.py", *tiny, "--output_dir", tmp_path, "--max_steps", 100_000, *SMALL]
     with Forked(*words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -126,7 +121,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_learned_saved(tiny, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_finite_weights(tiny, tmp_path):
     ruin = ["--max_steps", 20, "--learning_rate", "1e30", "--max_grad_norm", 0]
     done = train(*tiny, "--output_dir", tmp_path, *SMALL, *ruin)

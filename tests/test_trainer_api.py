@@ -366,8 +366,8 @@ def test_what_a_lora_config_says_beside_plain_lora_becomes_options():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"init_lora_weights": "orthogonal"}, {"bias": "all"}, {"trainable_token_indices": [1]}, {"modules_to_save": ["x"]},
-     {"task_type": "SEQ_CLS"}],
+    [{"init_lora_weights": "orthogonal"}, {"bias": "all"}, {"trainable_token_indices": [-1]},
+     {"modules_to_save": ["x"]}, {"task_type": "SEQ_CLS"}],
 )  # fmt: skip
 def test_what_a_lora_config_says_that_is_not_done_here_is_refused_by_name(fields):
     with pytest.raises(UserError, match=next(iter(fields))):

@@ -35,7 +35,7 @@ class RunInputs:
     tokenizer: PreTrainedTokenizerBase | None = None
     train: Dataset | IterableDataset | None = None
     evaluated: Mapping[str, Any] = field(default_factory=dict)  # held-out records, by the names of their sets
-    collator: Collator | None = None  # it has made samples of `train` and `evaluated` already
+    collator: Collator | None = None  # already applied to `train` and `evaluated`
     compute_loss: Callable[..., Any] | None = None
     compute_metrics: Callable[..., Any] | None = None
 
@@ -106,27 +106,8 @@ def resolve(
     args = args or TrainingArguments()
     args = replace(args, **options) if options else args
     found = RunInputs(**given)
-    if found.model is not None and args.train_mtp:
-        raise UserError(
-            asked=f"model={a_type(found.model)}, and train_mtp",
-            found="a model of transformers, which leaves MTP layers out",
-            why="there would be no values for them",
-            instead="model= as the hub id or folder of a checkpoint that has them",
-        )
-    if found.model is not None and args.from_scratch:
-        raise UserError(
-            asked=f"model={a_type(found.model)}, and from_scratch",
-            found="a model that has weights",
-            why="the run starts from either these or random ones",
-            instead="model=model.config, for random ones",
-        )
-    if found.model is not None and found.tokenizer is None and args.tokenizer is None:
-        raise UserError(
-            asked=f"model={a_type(found.model)}, without a tokenizer",
-            found="neither processing_class= nor --tokenizer",
-            why="its weights know the tokens of their own tokenizer alone",
-            instead="processing_class=AutoTokenizer.from_pretrained(…); or model= as a hub id or folder, with its own",
-        )
+    if found.model is not None:
+        _check_beside_model(found.model, args, found.tokenizer)
     if peft_config is not None:
         if not callable(getattr(peft_config, "to_dict", None)) or getattr(peft_config, "peft_type", None) != "LORA":
             raise _kind("peft_config", peft_config, "a peft.LoraConfig")
@@ -135,6 +116,31 @@ def resolve(
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config)
         late |= options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole)
     return replace(args, **late) if late else args, found
+
+
+def _check_beside_model(model: PreTrainedModel, args: TrainingArguments, tokenizer: Any) -> None:
+    """Refuse arguments that contradict a given ``model``, or leave its tokenizer out."""
+    if args.train_mtp:
+        raise UserError(
+            asked=f"model={a_type(model)}, and train_mtp",
+            found="a model of transformers, which leaves MTP layers out",
+            why="there would be no values for them",
+            instead="model= as the hub id or folder of a checkpoint that has them",
+        )
+    if args.from_scratch:
+        raise UserError(
+            asked=f"model={a_type(model)}, and from_scratch",
+            found="a model that has weights",
+            why="the run starts from either these or random ones",
+            instead="model=model.config, for random ones",
+        )
+    if tokenizer is None and args.tokenizer is None:
+        raise UserError(
+            asked=f"model={a_type(model)}, without a tokenizer",
+            found="neither processing_class= nor --tokenizer",
+            why="its weights know the tokens of their own tokenizer alone",
+            instead="processing_class=AutoTokenizer.from_pretrained(…); or model= as a hub id or folder, with its own",
+        )
 
 
 def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -> None:

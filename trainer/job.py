@@ -28,11 +28,12 @@ from shardwright.layout.recipe import Recipe
 from shardwright.model import assembly, lora_options, meta_model, model_checks, peft_config, unused_parameters
 from shardwright.model.classifier import reward_config
 from shardwright.model.facts import ModelFacts, facts_of
+from shardwright.model.trained_rows import rows_needed
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
 
-# of a row, without packing: how often it is halved at most, since each length costs a compile, and its fewest tokens
+# rows that are not packed: the most halvings of their length, each of which costs a compile, and their fewest tokens
 HALVINGS, SHORTEST = 3, 32
 
 
@@ -40,9 +41,9 @@ HALVINGS, SHORTEST = 3, 32
 class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
-    A neighbour shares the model's facts, and with them all that was tried with it. ``recipe`` has the overrides of
-    ``args``: ``--mesh``, ``--compute``, ``--bf16``; and the axis ``data`` that it was given to fit so many devices,
-    for which ``copies`` has the reason.
+    A neighbour shares the model's facts, which hold every result of trying the model. ``recipe`` has the overrides
+    ``--mesh``, ``--compute`` and ``--bf16`` of ``args``. It may have got an axis ``data`` to fit so many devices; then
+    ``copies`` is the reason, in words.
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -70,6 +71,7 @@ class Job:
         written = _written_recipe(args, recipe)
         config = config or meta_model.load_config(settings.model, written or UNMADE)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config, args.train_mtp)
+        facts = lora_options.with_adapters_tokens(args, facts)
         # a job that the model can't do is refused before a device is asked for, which may have to open the devices
         model_checks.check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
@@ -112,6 +114,12 @@ class Job:
         return lora_options.lora_of(self.args, self.facts)
 
     @property
+    def rows_needed(self) -> dict[str, int]:
+        """The rows of the whole's embeddings that the base must have, where the adapter has others."""
+        given = self.lora if self.args.adapter is not None else None
+        return rows_needed(given, self.model, self.facts.names_in_whole)
+
+    @property
     def adapted(self) -> PreTrainedModel:
         """The model with the factors of ``lora``, on meta; without, the model itself."""
         return self.facts.adapted(self.lora)
@@ -145,7 +153,7 @@ class Job:
             found.append("router_loss has no effect: transformers' sequence classification adds none (nor does trl)")
         return found
 
-    @property
+    @functools.cached_property
     def router_loss(self) -> bool:
         """Whether the model's own load-balancing loss is part of the loss."""
         return self.recipe.compute.router_loss and not self.facts.scores_texts
@@ -174,12 +182,12 @@ class Job:
         unused, entries = self.unused[0], self.stored.parameters
         return {e.name: [e.trained and name not in unused for name in self.stored.members(e.name)] for e in entries}
 
-    @property
+    @functools.cached_property
     def micro_batch_rows(self) -> int:
         """Rows of a micro-batch, on all devices together."""
         return self.args.per_device_train_batch_size * self.plan.batch_shards
 
-    @property
+    @functools.cached_property
     def row_lengths(self) -> tuple[int, ...]:
         """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one."""
         length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # devices that share a row
@@ -191,7 +199,7 @@ class Job:
         """Batch divisor of a decode step: the shards of a batch's tokens, or every device for dropless experts."""
         return self.devices if self.recipe.compute.experts == "dropless" else self.plan.token_shards
 
-    @property
+    @functools.cached_property
     def evaluation_rows(self) -> int:
         """Rows of an evaluation batch: a micro-batch's, or fewer with a capacity.
 
@@ -204,18 +212,18 @@ class Job:
             rows = min(rows, max(1, 2 * slots // length))
         return rows * self.plan.batch_shards
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of a step: of all its micro-batches."""
         return self.micro_batch_rows * self.args.gradient_accumulation_steps
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         return self.rows * self.args.sequence_length
 
     def fingerprint(self) -> dict[str, str]:
         """Texts that must be equal on all hosts, or they would wait for each other for ever: arguments, code, …"""
-        own = ("output_dir", "staging_dir")  # the first host chooses the one for all, each host the other for itself
+        own = ("output_dir", "staging_dir")  # the first host chooses the output folder; staging is each host's own
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}
         del texts["the job's training_args.json"]

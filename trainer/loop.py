@@ -15,7 +15,7 @@ from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.trained_model import TrainedModel
-from shardwright.checkpoint.write import Saved
+from shardwright.checkpoint.write import SaveResult
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -167,7 +167,7 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    # before the first step nothing was learned; and only a UserError is, by rule, on all hosts
+                    # before the first step nothing was learned; of all errors only a UserError is raised on every host
                     if self.train_step.begun and (isinstance(why, UserError) or not hosts().several):
                         goes_on = not self.stop.any and self.goes_on_after(why)
                         self.watch.note_end() if goes_on else self._write_out()
@@ -240,8 +240,8 @@ class TrainingLoop:
         return self.state.global_step >= self.args.max_steps or self.control.should_training_stop or self.stop.any
 
     def _evaluate_first(self) -> None:
-        # a resumed run evaluates only if a signal cut short the evaluation before its save: its losses and its best
-        # weights are then those of a run that was never stopped
+        # A resumed run evaluates only where a signal cut short the evaluation that was due before the save. So it has
+        # the losses and the best weights of a run that was never stopped.
         state = self.state
         if self.resume is None:
             if self.args.eval_on_start:
@@ -282,7 +282,7 @@ class TrainingLoop:
         self.stop.after_step(step)
 
     def _log_evaluate_save(self) -> None:
-        """As the control says. A stop by signal saves before it logs: the saved state is that of a run that went on."""
+        """Do as the control says. A stop by signal saves before it logs: its state is that of a run that went on."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
             self.log.steps(self._last_rate)
@@ -348,7 +348,7 @@ class TrainingLoop:
             ended = self.checkpoints.wait(must_arrive=False)
         self._tell_saved(ended)
 
-    def _tell_saved(self, ended: Saved | None) -> None:
+    def _tell_saved(self, ended: SaveResult | None) -> None:
         """Log a write that has ended, and tell of each save whose checkpoint is whole in the output folder by now."""
         self.log.saved(ended)
         for step in [step for step in self._untold if self.checkpoints.has_arrived(step)]:

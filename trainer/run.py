@@ -6,10 +6,9 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import elastic, output_folder, staging
@@ -32,7 +31,7 @@ from shardwright.files.hub_names import split
 from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
-from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
+from shardwright.hosts.restarts import Restarts, check_limit, note_passing
 from shardwright.hosts.versions import other_versions
 from shardwright.inputs import RunInputs, TrainerCallbacks
 from shardwright.job import Job
@@ -40,7 +39,7 @@ from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described, stored_said
-from shardwright.monitoring.callbacks import open_trackers
+from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left, next_commands
 from shardwright.monitoring.run_page import PAGE
 from shardwright.prove import certificate
@@ -79,7 +78,7 @@ class Start:
             yield
 
     def weights_said(self, resume: RunCheckpoint | None) -> str:
-        """Which weights the run starts from."""
+        """The weights that the run starts from, in words."""
         args, found = self.job.args, []
         if not _needs_base(self.job, resume):
             pass
@@ -109,7 +108,7 @@ class Start:
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``; raises as it does. False: it went back, and :meth:`open`'s next loop goes on."""
+        """Train with ``loop``. False: a spike sent the run back to a checkpoint, and the next :meth:`open` goes on."""
         before = self.rollbacks.back
         try:
             loop.train()
@@ -174,7 +173,7 @@ def train(
     """
     loop, console = None, console or Terminal()
     try:
-        noted = [_Noted()] if restarts is not None else []
+        noted = [SupervisorNotes()] if restarts is not None else []
         with unwinding():
             start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
@@ -196,32 +195,11 @@ def _close(loop: TrainingLoop, console: Console) -> None:
         return
     args, tokenizer = loop.args, loop.corpus.tokenizer
     writes = not args.entry.scores_texts and args.sample_prompts is None and tokenizer is not None
-    if writes and hosts().once(lambda: console.is_terminal):  # two more graphs are compiled: all hosts do, or none
+    if writes and hosts().once(lambda: console.is_terminal):  # compiles two more graphs: on all hosts or none
         show_completions(loop.placed, tokenizer, loop.evaluator.first, console)
     steps = hosts().once(lambda: live_steps(loop.folder))
     for line in next_commands(args, loop.folder, max(steps, default=None)):
         say(console, line)
-
-
-class _Noted(TrainerCallback):
-    """Notes for the supervisor how the run's command goes on, as soon as there is something to go on from."""
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._begun:
-            self._begun = True
-            note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved=False))
-            self._look(args)
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if self._begun and "saved_step" in (logs or {}):
-            self._look(args)
-
-    def _look(self, args: Any) -> None:
-        if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
-            note(more=words_again(args.output_dir, args.resume_from_checkpoint, saved=True))
 
 
 def prepare(
@@ -235,7 +213,7 @@ def prepare(
 ) -> Start:
     """Refuse what can be, cheapest first.
 
-    Until the end no device is opened, and nothing is written but what a run had staged and not yet copied to the output
+    It opens no device, and writes nothing but checkpoints that an earlier run staged and did not yet copy to the output
     folder. If the run ``writes``, its output folder must be free. Raises UserError.
     """
     args.check_beside(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
@@ -300,7 +278,7 @@ def _prepared(
             tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
-        source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed)
+        source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed, job.rows_needed)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
         source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
     first = None if resume is None else resume.host["data"].get("date")
@@ -317,12 +295,12 @@ def _at_its_commit(job: Job, resume: RunCheckpoint, asked: str | None) -> Job:
 
 
 def _needs_base(job: Job, resume: RunCheckpoint | None) -> bool:
-    """Whether a run starts from more than a checkpoint, which of an adapter or a part of a model is not the whole."""
+    """Whether a run reads weights beside a checkpoint's: it has none, or only an adapter's or a part of the model's."""
     return resume is None or job.facts.is_part or job.lora is not None
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
-    """``job``, keeping samples apart in rows of several; refused if the model can't. Reads no more than columns."""
+    """``job``, with samples isolated where they share a row; UserError if the model can't. Only columns are read."""
     args = job.args
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated, "eval_dataset")

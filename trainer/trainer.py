@@ -41,8 +41,8 @@ from shardwright.report.lines import Terminal
 from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
-from shardwright.upstream.given import check_unused, formatted, not_arguments, translated, with_longest
-from shardwright.upstream.names import in_place_of, no_attribute, no_keyword
+from shardwright.upstream.absent_names import in_place_of, no_attribute, no_keyword
+from shardwright.upstream.constructor_arguments import check_unused, formatted, not_arguments, translated, with_longest
 from shardwright.upstream.outputs import Outputs, hub_options, shown
 from shardwright.upstream.processes import keep_devices_free
 

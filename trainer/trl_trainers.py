@@ -22,7 +22,7 @@ class RewardTrainer(Trainer):
     objective_name: ClassVar[str] = "reward"
 
 
-class _Referring(Trainer):
+class _WithReference(Trainer):
     """A trainer of trl's with a second model, the reference, which here is the starting weights."""
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *given: Any, **more: Any) -> None:
@@ -36,13 +36,13 @@ class _Referring(Trainer):
         super().__init__(model, args, *given, **more)
 
 
-class DPOTrainer(_Referring):
+class DPOTrainer(_WithReference):
     """DPO, or another objective of pairs that its arguments name."""
 
     objective_name: ClassVar[str] = "dpo"
 
 
-class KTOTrainer(_Referring):
+class KTOTrainer(_WithReference):
     """KTO: answers that are good or bad, each by itself."""
 
     objective_name: ClassVar[str] = "kto"

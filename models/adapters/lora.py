@@ -7,8 +7,11 @@ A linear layer may have more. Dropout stands before A. With DoRA (arXiv:2402.093
 to a trained length M. With a start from the weight itself (PiSSA, arXiv:2404.02948; OLoRA, arXiv:2406.01775) A and B
 begin as A0 and B0, and W acts as W + scale·(B·A - B0·A0): frozen, A0 and B0 stand for the change of W that PEFT makes.
 
+Rows of an embedding can be trained by themselves (PEFT's trainable tokens): frozen, it acts as if they were T. A head
+that is tied to it has the same rows.
+
 Shape suffixes: r rank, E experts. A is [r, in] or [E, r, in], B is [out, r] or [E, out, r], however the family
-stores its weight, and M is [out].
+stores its weight, M is [out], and T is [rows, in].
 """
 
 import functools
@@ -22,12 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-A, B, M = "_lora_A", "_lora_B", "_lora_M"
+A, B, M, T = "_lora_A", "_lora_B", "_lora_M", "_lora_T"
 A0, B0 = "_lora_A0", "_lora_B0"
 # appended to a weight's name, the attribute of its module that holds the factor on the product: a tuple of one, since
 # a number that differs between layers might become data
 SCALE = "_lora_scale"
-_FACTOR = re.compile(r"(.+)_lora_(?:[AB]0?|M)")
+ROWS = "_lora_rows"  # … that holds the numbers of T's rows
+_FACTOR = re.compile(r"(.+)_lora_(?:[AB]0?|M|T)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Lora:
     dora: bool = False
     start: str = ""  # pissa or olora: the factors begin as parts of the weight
     whole: tuple[str, ...] = ()  # parameters beside the targets that are trained themselves
+    tokens: tuple[
+        tuple[str, tuple[int, ...]], ...
+    ] = ()  # weights of embedding or head, and their rows that are trained
 
     def rank(self, target: str) -> int:
         return dict(self.ranks).get(target, self.r)
@@ -116,6 +123,8 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
     model.requires_grad_(False)
     for name in lora.whole:
         model.get_parameter(name).requires_grad_(True)
+    for name, rows in lora.tokens:
+        _attach_rows(model, name, rows)
     for name in lora.targets:
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -126,6 +135,46 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
         if isinstance(module, nn.Linear):
             original: Any = type(module)
             module.__class__ = _with_factors(original, lora.dropout, lora.dora, bool(lora.start))
+
+
+def _attach_rows(model: nn.Module, name: str, rows: tuple[int, ...]) -> None:
+    weight = model.get_parameter(name)
+    own = nn.Parameter(torch.empty(len(rows), weight.shape[1], device="meta"))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for twin in [name, *(n for n, p in named.items() if p is weight and n != name)]:
+        module: Any = model.get_submodule(twin.rpartition(".")[0])
+        module.register_buffer("weight" + ROWS, torch.tensor(rows, dtype=torch.int32), persistent=False)
+        if twin == name:
+            module.register_parameter("weight" + T, own)
+        module.rows_of = (model.get_submodule(name.rpartition(".")[0]),)  # a tuple: else it would be a part of this one
+        original: Any = type(module)
+        module.__class__ = _with_rows(original)
+
+
+class _RowsEmbedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        this: Any = self
+        found, here = super().forward(ids), ids.unsqueeze(-1) == this.weight_lora_rows
+        own = F.embedding(here.to(torch.int32).argmax(-1), this.weight_lora_T).to(found.dtype)
+        return torch.where(here.any(-1, keepdim=True), own, found)
+
+
+class _RowsHead(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        this: Any = self
+        words = torch.arange(self.out_features, dtype=torch.int32, device=x.device)
+        here = words == this.weight_lora_rows.unsqueeze(1)
+        # spread by a product with ones and zeros: an index would scatter the logits' gradient
+        own = F.linear(x, this.rows_of[0].weight_lora_T.to(x.dtype)) @ here.to(x.dtype)
+        own = own if self.bias is None else own + self.bias
+        return torch.where(here.any(0), own, super().forward(x))
+
+
+@functools.cache
+def _with_rows(original: type) -> type:
+    """The class ``original`` of an embedding or a head with one of the forwards above inside its own."""
+    own = _RowsEmbedding if issubclass(original, nn.Embedding) else _RowsHead
+    return type(original.__name__, (own,) if own.__base__ is original else (original, own), {})
 
 
 class _LoraLinear(nn.Module):

@@ -34,7 +34,7 @@ from shardwright.models.ops.while_loop import run_turns
 
 Parts = Sequence[Tensor]
 # the carry of a loop's turn, and its results
-Turn = tuple[list[Tensor], list[Tensor]]
+TurnResults = tuple[list[Tensor], list[Tensor]]
 
 # queries in a block
 BLOCK = 512
@@ -145,7 +145,7 @@ def _attention_like(tensors: Parts, text: str) -> Tensor:
 def _attention(tensors: Parts, text: str) -> Tensor:
     scoring, _, constants, xs = _split(tensors, text)
 
-    def body(constants: Parts, carry: Parts, x: Parts) -> Turn:
+    def body(constants: Parts, carry: Parts, x: Parts) -> TurnResults:
         weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights_BKTGC, scoring)
         out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
@@ -166,7 +166,7 @@ def _attention_backward(tensors: Parts, text: str) -> list[Tensor]:
     grad_out = tensors[0]
     scoring, with_bias, constants, xs = _split(tensors[1:], text)
 
-    def body(constants: Parts, carry: Parts, x: Parts) -> Turn:
+    def body(constants: Parts, carry: Parts, x: Parts) -> TurnResults:
         key_BKTD, value_BKTE, *_ = constants
         grad_key, grad_value = carry
         *x, grad_blocks = x
@@ -281,7 +281,7 @@ def _summed(grad: Tensor, like: Tensor) -> Tensor:
     return (grad.sum(repeated, keepdim=True) if repeated else grad).to(like.dtype)
 
 
-def _loop(body: Callable[..., Turn], constants: Parts, carry: list[Tensor], xs: Parts) -> Turn:
+def _loop(body: Callable[..., TurnResults], constants: Parts, carry: list[Tensor], xs: Parts) -> TurnResults:
     """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked."""
     count, fixed = xs[0].shape[0], len(constants)
     if count == 1 or xs[0].device.type != "xla":
@@ -293,7 +293,7 @@ def _loop(body: Callable[..., Turn], constants: Parts, carry: list[Tensor], xs: 
 
     # A While's body may use only its arguments, so the constants are part of the carry: a tensor from outside would be
     # computed again inside, with everything that led to it.
-    def step(state: list[Tensor], x: list[Tensor]) -> Turn:
+    def step(state: list[Tensor], x: list[Tensor]) -> TurnResults:
         carry, y = body(state[:fixed], state[fixed:], x)
         return [*state[:fixed], *carry], y
 

@@ -144,21 +144,9 @@ def in_rounds(
         held, axes: the numbers of the experts held here; the axes that split the experts, and all.
         came: the received values, if kept, of the tensor before these two in the planned rounds: it is not sent again.
     """
-    exchange = (_Gathered if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
-    zero = jnp.int32(0)
-    first = (zero, exchange.stop(zero))
-    every = range(len(tensors))
-    old = every[-3:-2] if came is not None else ()
-
-    def send(window: Window) -> Arrays:
-        return exchange.send(window, [number for number in every if number not in old])
-
-    def work(carry: Any, sent: Arrays, window: Window, round_: Round) -> Any:
-        if came is not None:
-            kept = lax.dynamic_slice_in_dim(came, round_.place * planned.rows, planned.rows)
-            x = again(round_.more, lambda mine: exchange.send(mine, old)[0], window, kept)
-            sent = (*sent[:-2], x, *sent[-2:])
-        return compute(carry, sent, round_)
+    exchange = (_ToAll if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
+    rounds = _Rounds(compute, exchange, planned, len(tensors), came)
+    first = (rounds.zero, exchange.stop(rounds.zero))
 
     def cut(out: Arrays) -> Arrays:
         return tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
@@ -166,78 +154,109 @@ def in_rounds(
     def empty(rows: int) -> Arrays:
         return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
 
-    def put(out: Arrays, results: Arrays, window: Window, exchange: Any = exchange) -> Any:
-        """Write a window's results into ``out``; the next window overwrites those behind its end."""
-        back = exchange.back(results, window)
-        return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
-
-    def following(window: Window) -> Window:
-        return window[1], exchange.stop(window[1])
-
-    def round_of(number: Array) -> Round:
-        left = jnp.maximum(needed, planned.rounds) - 1 - number
-        more = None if planned.slots is None else left >= planned.rounds
-        return Round(planned.rounds - 1 - jnp.minimum(left, planned.rounds - 1), more)
-
-    def alone(state: Any) -> Any:
-        number, now, carry, out = state
-        carry, results = work(carry, send(now), now, round_of(number))
-        return number + 1, following(now), carry, put(out, results, now)
-
-    def rest_of(planned: ExchangePlan, carry: Any, out: Arrays) -> Any:
-        """Return ``carry`` and ``out`` after the tokens without room in the first window."""
-        exchange = _ByNeed(tensors, held, planned, *axes)
-        count = exchange.rounds(first[1])
-
-        def one(state: Any) -> Any:
-            number, start, carry, out = state
-            window = start, exchange.stop(start)
-            carry, results = compute(carry, exchange.send(window, every), None)
-            return number + 1, window[1], carry, put(out, results, window, exchange)
-
-        def once(state: Any) -> Any:
-            # a loop of one turn or none: only inside it is there room behind the last token
-            number, carry, out = state
-            out = tuple(jnp.pad(o, ((0, planned.window), (0, 0))) for o in out)
-            _, _, carry, out = lax.while_loop(lambda s: s[0] < count, one, (zero, first[1], carry, out))
-            return number + 1, carry, tuple(o[: len(tensors[0])] for o in out)
-
-        end = 1 + jnp.minimum(count, 1)
-        return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), once, (jnp.int32(1), carry, out))[1:]
-
-    def overlapped(state: Any) -> Any:
-        number, now, carry, out, last, sent, made = state
-        ahead = following(now)
-        coming = send(ahead)
-        out = put(out, made, last)
-        carry, results = work(carry, sent, now, round_of(number))
-        return number + 1, ahead, carry, out, now, coming, results
-
     if planned.rest is not None or (planned.rounds == 1 and planned.slots is None):
         # the planned round stands before any loop, so that its exchange overlaps with the rest of the layer
-        carry, results = work(carry, send(first), first, Round(zero, None))
+        carry, results = rounds.work(carry, rounds.send(first), first, Round(rounds.zero, None))
         out = exchange.back(results, first)
-        return (carry, cut(out)) if planned.rest is None else rest_of(planned.rest, carry, out)
-
-    # The first comparison implies the second: it shows a reader of the program the planned number of turns of a loop
-    # whose length depends on data.
-    needed = exchange.rounds(zero)
-
-    def more(state: Any) -> Array:
-        return (state[0] < planned.rounds) | (state[0] < needed)
-
+        if planned.rest is None:
+            return carry, cut(out)
+        return _rest(compute, carry, out, first, _ByNeed(tensors, held, planned.rest, *axes), planned.rest)
+    rounds.needed = exchange.rounds(rounds.zero)
     out = empty(len(tensors[0]) + planned.window)
-    state: Any = (zero, first, carry, out)
+    state: Any = (rounds.zero, first, carry, out)
     if planned.rounds == 1 or not axes[0]:
-        _, _, carry, out = lax.while_loop(more, alone, state)
+        _, _, carry, out = lax.while_loop(rounds.more, rounds.alone, state)
     else:
-        state = (*state, (zero, zero), send(first), empty(planned.rows))
-        _, _, carry, out, last, _, made = lax.while_loop(more, overlapped, state)
-        out = put(out, made, last)
+        state = (*state, (rounds.zero, rounds.zero), rounds.send(first), empty(planned.rows))
+        _, _, carry, out, last, _, made = lax.while_loop(rounds.more, rounds.overlapped, state)
+        out = _put(exchange, out, made, last)
     return carry, cut(out)
 
 
-class _Gathered:
+class _Rounds:
+    """The rounds of an exchange as bodies of a loop over windows; arguments as of :func:`in_rounds`."""
+
+    needed: Array  # rounds of the device that needs most
+
+    def __init__(
+        self, compute: Callable[..., Any], exchange: Any, planned: ExchangePlan, count: int, came: Array | None
+    ) -> None:
+        self.compute, self.exchange, self.planned, self.came = compute, exchange, planned, came
+        self.zero = jnp.int32(0)
+        every = range(count)
+        self.old = every[-3:-2] if came is not None else ()
+        self.sent = [number for number in every if number not in self.old]
+
+    def more(self, state: Any) -> Array:
+        # The first comparison implies the second: it shows a reader of the program the planned number of turns of a
+        # loop whose length depends on data.
+        return (state[0] < self.planned.rounds) | (state[0] < self.needed)
+
+    def alone(self, state: Any) -> Any:
+        number, now, carry, out = state
+        carry, results = self.work(carry, self.send(now), now, self._round(number))
+        return number + 1, self._following(now), carry, _put(self.exchange, out, results, now)
+
+    def overlapped(self, state: Any) -> Any:
+        """One round, while the next one's tokens come in and the last one's results go back."""
+        number, now, carry, out, last, sent, made = state
+        ahead = self._following(now)
+        coming = self.send(ahead)
+        out = _put(self.exchange, out, made, last)
+        carry, results = self.work(carry, sent, now, self._round(number))
+        return number + 1, ahead, carry, out, now, coming, results
+
+    def send(self, window: Window) -> Arrays:
+        return self.exchange.send(window, self.sent)
+
+    def work(self, carry: Any, sent: Arrays, window: Window, round_: Round) -> Any:
+        if self.came is not None:
+            kept = lax.dynamic_slice_in_dim(self.came, round_.place * self.planned.rows, self.planned.rows)
+            x = again(round_.more, lambda mine: self.exchange.send(mine, self.old)[0], window, kept)
+            sent = (*sent[:-2], x, *sent[-2:])
+        return self.compute(carry, sent, round_)
+
+    def _following(self, window: Window) -> Window:
+        return window[1], self.exchange.stop(window[1])
+
+    def _round(self, number: Array) -> Round:
+        left = jnp.maximum(self.needed, self.planned.rounds) - 1 - number
+        more = None if self.planned.slots is None else left >= self.planned.rounds
+        return Round(self.planned.rounds - 1 - jnp.minimum(left, self.planned.rounds - 1), more)
+
+
+def _put(exchange: Any, out: Arrays, results: Arrays, window: Window) -> Arrays:
+    """Write a window's results into ``out``; the next window overwrites those behind its end."""
+    back = exchange.back(results, window)
+    return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
+
+
+def _rest(
+    compute: Callable[..., Any], carry: Any, out: Arrays, first: Window, exchange: _ByNeed, planned: ExchangePlan
+) -> Any:
+    """Return ``carry`` and ``out`` after the tokens behind the window ``first``, which had no room in it."""
+    zero, behind = first  # it begins at token 0
+    count = exchange.rounds(behind)
+    every = range(len(exchange.tensors))
+
+    def one(state: Any) -> Any:
+        number, start, carry, out = state
+        window = start, exchange.stop(start)
+        carry, results = compute(carry, exchange.send(window, every), None)
+        return number + 1, window[1], carry, _put(exchange, out, results, window)
+
+    def once(state: Any) -> Any:
+        # a loop of one turn or none: only inside it is there room behind the last token
+        number, carry, out = state
+        out = tuple(jnp.pad(o, ((0, planned.window), (0, 0))) for o in out)
+        _, _, carry, out = lax.while_loop(lambda s: s[0] < count, one, (zero, behind, carry, out))
+        return number + 1, carry, tuple(o[: exchange.tokens] for o in out)
+
+    end = 1 + jnp.minimum(count, 1)
+    return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), once, (jnp.int32(1), carry, out))[1:]
+
+
+class _ToAll:
     """Gives every device the whole window."""
 
     def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:

@@ -26,7 +26,7 @@ from shardwright.models.layers.side_outputs import real_tokens, record
 LOAD, DROPPED = " load", " dropped"
 # names of every router's records, for the losses
 _Z, _SHARE, _PICKED = "router z", "router share", "router picked"
-# the attribute of an experts module that holds its `Counted`
+# the attribute of an experts module that holds its `LoadRecord`
 _COUNTED = "_shardwright_counted"
 
 # a tensor whose dimension 0 the batch is split along -> the same in that layout
@@ -34,7 +34,7 @@ SplitRows = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Counted:
+class LoadRecord:
     """The way an experts module's load is recorded; with one group a batch shard, counting needs no communication."""
 
     name: str = ""
@@ -79,19 +79,19 @@ class RouterLosses:
 def mark(model: nn.Module, names: Sequence[str], groups: int, split_rows: SplitRows) -> None:
     """Make the experts modules ``names`` of ``model`` record their load, each under its name. A copy keeps it."""
     for name in names:
-        setattr(model.get_submodule(name), _COUNTED, Counted(name, groups, split_rows))
+        setattr(model.get_submodule(name), _COUNTED, LoadRecord(name, groups, split_rows))
 
 
 def count(experts: Any, index_Tk: Tensor, dropped_Tk: Tensor | None = None) -> None:
     """Record the number of (token, choice) pairs for each expert, [G, E], and of dropped ones, [G], without padding."""
-    how: Counted = getattr(experts, _COUNTED, Counted())
+    how: LoadRecord = getattr(experts, _COUNTED, LoadRecord())
     chosen_TkE = index_Tk.unsqueeze(-1) == torch.arange(experts.num_experts, device=index_Tk.device)
     _record_groups(how, LOAD, chosen_TkE.to(torch.float32).sum(1))
     if dropped_Tk is not None:
         _record_groups(how, DROPPED, dropped_Tk.to(torch.float32).sum(1))
 
 
-def _record_groups(how: Counted, what: str, values_T: Tensor) -> None:
+def _record_groups(how: LoadRecord, what: str, values_T: Tensor) -> None:
     """Record the sums of ``values_T`` [T, …] over each group."""
     real_RS = real_tokens()
     if real_RS is not None:

@@ -104,7 +104,7 @@ class DecoderLayers(nn.ModuleList):
     @property
     def values(self) -> list[tuple[Value, int]]:
         """The values that trained layers could keep for their backward, each with its number of layers."""
-        # none before a step is traced, nor under a policy that does not choose among values
+        # empty before a step is traced, and under a policy that does not choose among values
         return [(value, run.count) for run in self.runs for value in run.values]
 
     @property

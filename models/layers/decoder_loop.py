@@ -16,8 +16,8 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.layers import layer_inputs  # noqa: F401  # the mappings that it registers are flattened here
-from shardwright.models.layers.comparing import described
 from shardwright.models.layers.mtp import trunk_and_behind
+from shardwright.models.layers.structure import described
 
 ROWS, LENGTH = 3, 16  # shape of the trial run's tokens
 UNUSED, UNLIKE = "", "?"  # neither is a path

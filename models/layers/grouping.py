@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.models.layers.comparing import attributes, described
 from shardwright.models.layers.decoder_loop import Seen, watch
 from shardwright.models.layers.mtp import trunk_and_behind
+from shardwright.models.layers.structure import attributes, described
 
 # (dotted name of a module in its layer, attribute)
 Where = tuple[str, str]
@@ -134,14 +134,14 @@ def _watch(
                 if where in floats:
                     setattr(module, where[1], torch.empty((), device="meta"))
                 elif isinstance(value, int) and not isinstance(value, bool):
-                    setattr(module, where[1], _Watched(value, functools.partial(read.add, (index, where))))
+                    setattr(module, where[1], _WatchedInteger(value, functools.partial(read.add, (index, where))))
                 else:
                     read.add((index, where))
 
     return watch(model, name, watched), read
 
 
-class _Watched:
+class _WatchedInteger:
     """An integer that reports being read."""
 
     def __init__(self, value: int, tell: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ class _Watched:
 
 
 def _reading(operation: str) -> Callable[..., Any]:
-    def method(self: _Watched, *args: Any) -> Any:
+    def method(self: _WatchedInteger, *args: Any) -> Any:
         self._tell()
         return getattr(self._value, operation)(*args)
 
@@ -161,7 +161,7 @@ for _name in (
     *(f"__{name}__" for name in ("index", "int", "float", "bool", "neg", "eq", "ne", "lt", "le", "gt", "ge", "hash")),
     *(f"__{name}__" for name in ("str", "repr", "format")),
 ):
-    setattr(_Watched, _name, _reading(_name))
+    setattr(_WatchedInteger, _name, _reading(_name))
 
 
 def _shared(model: nn.Module, name: str) -> dict[int, str]:

@@ -69,7 +69,7 @@ class Input:
 
 
 @dataclass
-class Sorted:
+class RunTensors:
     """The tensors of a run's calls; ``inputs`` and ``own`` are for each layer of the period."""
 
     inputs: list[list[Input]]
@@ -95,13 +95,13 @@ class Sorted:
         self.own[j].append(tensor)
 
 
-def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
+def sort_calls(calls: Sequence[Call], period: int) -> RunTensors:
     """Sort the tensors of ``calls``, one for each layer of a run.
 
     Raises:
         LoopChanged: calls a period apart differ in more than the values of tensors.
     """
-    out = Sorted([[] for _ in range(period)], own=[[] for _ in range(period)])
+    out = RunTensors([[] for _ in range(period)], own=[[] for _ in range(period)])
     for j in range(period):
         first, *others = same = calls[j::period]
         for r, other in enumerate(others, start=1):
@@ -113,7 +113,7 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
     return out
 
 
-def _sort_leaf(out: Sorted, j: int, at: int, column: list[Tensor], chain: list[int | None]) -> None:
+def _sort_leaf(out: RunTensors, j: int, at: int, column: list[Tensor], chain: list[int | None]) -> None:
     """Add argument ``at`` of layer ``j``, one tensor a turn; ``chain`` has its numbers in :attr:`Call.chain`."""
     if not any(known is not None for known in chain):
         if all(t is column[0] for t in column):

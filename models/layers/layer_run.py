@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwright.models.layers import layer_inputs, side_outputs
 from shardwright.models.layers.decoder_loop import UNUSED, LayerOutput
 from shardwright.models.layers.graph import Flat, LayerGraph
-from shardwright.models.layers.layer_inputs import Call, Input, LoopChanged, Sorted, as_given, as_passed
+from shardwright.models.layers.layer_inputs import Call, Input, LoopChanged, RunTensors, as_given, as_passed
 from shardwright.models.layers.remat import REMAT, Value
 from shardwright.models.layers.scan import Stage, run_stages
 from shardwright.models.ops import partial_gradients, randomness, scopes
@@ -51,7 +51,7 @@ class LayerRun:
         self.prepare: Prepare = lambda parameters: parameters
         self.partition: Callable[..., Any] = REMAT["none"]
         # the period's traced layers, for each kind of call
-        self.graphs: dict[Any, list[_Traced]] = {}
+        self.graphs: dict[Any, list[_TracedLayer]] = {}
         self.loops: dict[Any, Known] = {}  # and their loops, also by platform and compiler flags
         self._calls: list[Call] = []
         self._promised: list[Tensor | None] = []  # stand-ins for the last called layer's output, until it is computed
@@ -135,7 +135,7 @@ class LayerRun:
             mapping.update(entries)
         return output
 
-    def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
+    def _trace(self, calls: Sequence[Call], tensors: RunTensors) -> list[_TracedLayer]:
         traced, slots = [], [_computed(t) for t in tensors.slots]
         for j, part in enumerate(self.parts):
             outputs: list[int] | None = None  # all
@@ -153,13 +153,13 @@ class LayerRun:
                 _computed(calls[j].leaves[i.name]) if i.source == "chain" else sources[i.source][i.index]
                 for i in tensors.inputs[j]
             ]
-            layer = _Traced(part, calls[j], tensors.inputs[j], outputs, self.size == 1)
+            layer = _TracedLayer(part, calls[j], tensors.inputs[j], outputs, self.size == 1)
             layer.trace(given, self.prepare, self.partition, self.first + j)
             traced.append(layer)
         return traced
 
 
-class _Traced:
+class _TracedLayer:
     """A traced layer, of which the output tensors ``outputs`` are wanted (None: all)."""
 
     def __init__(

@@ -16,15 +16,23 @@ from transformers.masking_utils import create_causal_mask
 
 from shardwright.models.layers.decoder_layers import DecoderLayers
 from shardwright.models.layers.mtp import trunk_and_behind
-from shardwright.models.ops.labels import further_targets, token_logps
+from shardwright.models.ops.labels import IGNORE, further_targets
+
+# (tokens or labels [B, S], what stands behind a row's end) -> the same in the order in which the model sees rows
+Order = Callable[[Tensor, int], Tensor]
+# (normed hidden states [B, S, H], labels [B, S]) -> the summed cross entropy of the model's head, 0-d
+Score = Callable[[Tensor, Tensor], Tensor]
 
 
 @contextlib.contextmanager
-def predicting(model: PreTrainedModel, batch: Mapping[str, Tensor], tokens: Tensor) -> Iterator[list[Tensor]]:
+def predicting(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], tokens: Tensor, order: Order | None, score: Score
+) -> Iterator[list[Tensor]]:
     """Inside, each call of ``model`` on ``batch`` appends its MTP layers' losses, 0-d, to the list that is given.
 
     That of layer k is the cross entropy of the label k + 1 tokens ahead, where it is scored and of the same document,
-    summed and divided by ``tokens``: by what the next token's loss is divided by, as in DeepSeek-V3's report.
+    summed and divided by ``tokens``: by what the next token's loss is divided by, as in DeepSeek-V3's report. Without
+    ``order`` the model sees rows as they are in ``batch``.
     """
     decoder: Any = model.get_decoder()
     losses, trunk = list[Tensor](), dict[str, Any]()
@@ -34,7 +42,7 @@ def predicting(model: PreTrainedModel, batch: Mapping[str, Tensor], tokens: Tens
         trunk.update(kwargs, hidden=output.last_hidden_state)
 
     def predict(*_: Any) -> None:
-        losses.extend(_losses(model, decoder, trunk, batch, tokens))
+        losses.extend(loss / tokens for loss in _losses(model, decoder, trunk, batch, order or (lambda t, _: t), score))
 
     hooks = [decoder.register_forward_hook(keep, with_kwargs=True), model.register_forward_hook(predict)]
     try:
@@ -45,16 +53,20 @@ def predicting(model: PreTrainedModel, batch: Mapping[str, Tensor], tokens: Tens
 
 
 def _losses(
-    model: PreTrainedModel, decoder: Any, trunk: dict[str, Any], batch: Mapping[str, Tensor], tokens: Tensor
+    model: PreTrainedModel,
+    decoder: Any,
+    trunk: dict[str, Any],
+    batch: Mapping[str, Tensor],
+    order: Order,
+    score: Score,
 ) -> Iterator[Tensor]:
-    hidden, ids, head = trunk.pop("hidden"), batch["input_ids"], model.get_output_embeddings()
-    assert head is not None
+    hidden, ids = trunk.pop("hidden"), batch["input_ids"]
     given = _layer_inputs(decoder, trunk, hidden)
     for depth, layer in enumerate(_behind(decoder.layers), start=1):
         # behind a row's or a document's end stands another token, which only positions without a target see
-        ahead = pad(ids[:, depth:], (0, min(depth, ids.shape[1])))
+        ahead = order(pad(ids[:, depth:], (0, min(depth, ids.shape[1]))), 0)
         hidden = layer(hidden, embeddings=model.get_input_embeddings()(ahead), **given)
-        yield -token_logps(head(hidden), further_targets(batch, depth)).sum() / tokens
+        yield score(hidden, order(further_targets(batch, depth), IGNORE))
 
 
 def _behind(layers: nn.ModuleList) -> list[Callable[..., Tensor]]:

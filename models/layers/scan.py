@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.models.layers.graph import Flat, LayerGraph
-from shardwright.models.layers.layer_inputs import Input, Sorted
+from shardwright.models.layers.layer_inputs import Input, RunTensors
 from shardwright.models.ops.while_loop import Known, run_turns
 
 Gradients = list[Tensor | None]
@@ -31,7 +31,7 @@ class Stage:
     outputs: Sequence[int]  # the numbers of the layer's output tensors that the graph returns, before side outputs
 
 
-def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:
+def run_stages(stages: Sequence[Stage], tensors: RunTensors, known: Known | None) -> tuple[Flat, list[Flat]]:
     """Run the period's ``stages`` on ``tensors``: scanned, if ``known``, a cache of these stages' loops, is given.
 
     Return the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
@@ -48,7 +48,7 @@ class _Program:
     given: Any
     results: Any
 
-    def __init__(self, stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> None:
+    def __init__(self, stages: Sequence[Stage], tensors: RunTensors, known: Known | None) -> None:
         self.stages, self.known, self.slots = stages, known, len(tensors.slots)
         self.scanned = known is not None
         self.last = tuple(tensors.loop) if self.scanned else stages[-1].outputs  # numbers of the returned tensors

@@ -6,8 +6,6 @@ tokens, and again in the backward, where it accumulates the head's gradient, whi
 Shape suffixes: R rows, S tokens of a row, T tokens of a device, N chunks, C tokens of a chunk, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

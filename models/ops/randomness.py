@@ -111,7 +111,7 @@ def _is_random(name: str) -> bool:
 
 
 def _calls() -> dict[str, int]:
-    """How often torch_xla has traced each operation, by a name such as ``xla::bernoulli``."""
+    """Count how often torch_xla has traced each operation, by a name such as ``xla::bernoulli``."""
     return {name: met.counter_value(name) for name in met.counter_names() if "::" in name}
 
 

@@ -3,8 +3,6 @@
 Shape legend: V vocabulary, K tokens that are buckets of their own.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

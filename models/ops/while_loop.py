@@ -46,7 +46,7 @@ def run_turns(turn: Step, carry: Any, xs: Any, *, reverse: bool = False, known: 
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoweredTurn:
     """A lowered turn."""
 
     computation: Any  # of the inputs that it uses: of the carry, a slice of each of ``xs``, and the hoisted tensors
@@ -62,7 +62,7 @@ class Loop:
     """A lowered loop of ``count`` turns, of the inputs that :func:`_arguments` gives."""
 
     computation: Any
-    turn: Turn
+    turn: LoweredTurn
     count: int
 
     def __call__(self, carry: Flat, parts: Flat) -> tuple[Any, Any]:
@@ -73,13 +73,13 @@ class Loop:
         return _tree(after, of_carry), _tree(stacks, of_results)
 
 
-def _arguments(turn: Turn, count: int, carry: Flat, parts: Flat) -> Flat:
+def _arguments(turn: LoweredTurn, count: int, carry: Flat, parts: Flat) -> Flat:
     device = torch_xla.device()
     stacks = [torch.zeros((count, *shape), dtype=dtype, device=device) for shape, dtype in turn.results]
     return [torch.tensor(0, device=device), *carry, *parts, *stacks, *turn.hoisted]
 
 
-def _traced(turn: Step, carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn:
+def _traced(turn: Step, carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> LoweredTurn:
     given = len(carry[0])
     inputs = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in carry[0]]
     inputs += [xb.create_placeholder_tensor(t.shape[1:], t.dtype) for t in xs[0]]
@@ -100,10 +100,10 @@ def _traced(turn: Step, carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn
     computation = xb.computation_from_module_proto("turn", context.hlo())
     closed = not draws and all(t.dim() == 0 for t in hoisted.values())
     shapes_of_y = [(t.shape, t.dtype) for t in ys]
-    return Turn(computation, order, [*hoisted.values()], closed, shapes_of_y, (of_carry, of_results))
+    return LoweredTurn(computation, order, [*hoisted.values()], closed, shapes_of_y, (of_carry, of_results))
 
 
-def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
+def _lowered(turn: LoweredTurn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
     count = len(parts[0])
 
     def number_of(builder: Any, value: int) -> Any:
@@ -127,7 +127,7 @@ def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
     return Loop(xb.Op.mkwhile(state, more, body).build("scan"), turn, count)
 
 
-def _split(state: Sequence[Any], turn: Turn, carry: int, parts: int) -> list[list[Any]]:
+def _split(state: Sequence[Any], turn: LoweredTurn, carry: int, parts: int) -> list[list[Any]]:
     """Split a loop's state into the turn's number, the carry, ``xs``, the stacks, and the hoisted tensors."""
     given = iter(state)
     sizes = (1, carry, parts, len(turn.results), len(turn.hoisted))

@@ -21,6 +21,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.files.arrays import whole as read
@@ -57,10 +58,19 @@ CASES: dict[str, tuple[str, Fields]] = {
     "exclude_modules": ("llama", {"target_modules": "all-linear", "exclude_modules": r".*\.0\.mlp\..*"}),
     "layers_to_transform": ("llama", {"target_modules": ATTENTION, "layers_to_transform": [1]}),
     "modules_to_save": ("llama", {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "trainable_token_indices": (
+        "llama",
+        {"target_modules": ATTENTION, "trainable_token_indices": {"embed_tokens": [9, 3, 5], "lm_head": [5, 31]}},
+    ),
+    "trainable_token_indices, a tied head": (
+        "llama, tied",
+        {"target_modules": ATTENTION, "trainable_token_indices": [9, 3, 5]},
+    ),
     "lm_head as a target": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
     "use_dora": ("llama", {"target_modules": [*ATTENTION, "down_proj"], "use_dora": True}),
     "init_lora_weights pissa": ("llama", {"target_modules": ATTENTION, "init_lora_weights": "pissa"}),
     "init_lora_weights olora": ("llama", {"target_modules": ATTENTION, "init_lora_weights": "olora"}),
+    "init_lora_weights eva": ("llama", {"target_modules": ATTENTION, "init_lora_weights": "eva"}),
     "use_dora, pissa, use_rslora": (
         "llama",
         {"target_modules": ATTENTION, "use_dora": True, "init_lora_weights": "pissa", "use_rslora": True},
@@ -86,7 +96,8 @@ CASES: dict[str, tuple[str, Fields]] = {
 
 def _config(family: str) -> transformers.PretrainedConfig:
     if family != VL:
-        return tiny_config(family, **({"tie_word_embeddings": False} if family == "llama" else {}))
+        family, _, tied = family.partition(", ")
+        return tiny_config(family, **({"tie_word_embeddings": bool(tied)} if family == "llama" else {}))
     text: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -120,14 +131,19 @@ def _logits(model: Any) -> torch.Tensor:
 
 def _saved_by_peft(folder: Path, facts: ModelFacts, weights: Mapping[str, torch.Tensor], fields: Fields) -> None:
     """Writes the adapter of ``fields`` as PEFT saves it; of experts that once were linear layers, as it then did."""
-    from peft import LoraConfig, get_peft_model
+    from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
 
-    config = LoraConfig(r=2, lora_alpha=3, **fields)
+    eva = fields.get("init_lora_weights") == "eva"
+    config = LoraConfig(r=2, lora_alpha=3, **fields, eva_config=EvaConfig() if eva else None)
     model = get_peft_model(model_of(facts, weights), config)
+    if eva:
+        ids = torch.arange(60).reshape(4, 15)
+        batches = [{"input_ids": ids + n, "attention_mask": torch.ones_like(ids)} for n in range(4)]
+        initialize_lora_eva_weights(model, batches, show_progress_bar=False)
     model.save_pretrained(str(folder))
     torch.manual_seed(1)
     tensors = load_file(folder / WEIGHTS)
-    own = {name: t for name, t in tensors.items() if "lora_" in name}
+    own = {name: t for name, t in tensors.items() if "lora_" in name or "trainable_tokens" in name}
     tensors |= {name: t + 0.1 * torch.randn_like(t) for name, t in own.items()}
     if not fields.get("target_parameters") and any("experts" in name for name in tensors):
         tensors = {name: t for name, t in tensors.items() if "experts" not in name}
@@ -152,8 +168,10 @@ def _each_expert(facts: ModelFacts) -> dict[str, torch.Tensor]:
 
 def _merged(facts: ModelFacts, weights: Mapping[str, torch.Tensor], source: Source) -> PreTrainedModel:
     everything = part_and_rest(source, state_dict_weights(weights), facts.names_in_whole)
-    names = [name for name, _ in model_of(facts, weights).named_parameters()]
-    return model_of(facts, {**weights, **{name: read(everything(name)) for name in names}})
+    first: dict[nn.Parameter, str] = {}  # a tied weight's other names have its values
+    own = model_of(facts, weights).named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(parameter, name) for name, parameter in own}
+    return model_of(facts, {**weights, **{name: read(everything(each)) for name, each in names.items()}})
 
 
 def measured(family: str, fields: Fields) -> tuple[float, float, float]:

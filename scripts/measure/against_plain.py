@@ -24,6 +24,7 @@ from shardwright.models.ops.labels import IGNORE
 from shardwright.models.tiny import tiny_config
 from shardwright.prove.plain import eager_model, randomise
 from shardwright.prove.sharded import unstacked
+from shardwright.prove.trajectory import TOLERANCES, Trajectory, differences
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
@@ -33,7 +34,6 @@ from shardwright.xla.runtime import init_runtime
 
 DEVICES, ROWS, LENGTH = 8, 8, 32
 DTYPE: str | None = None  # of the compute; None: the devices' own
-TOLERANCE, MOST = 1e-5, 1e-3
 
 Tensors = dict[str, torch.Tensor]
 
@@ -117,62 +117,37 @@ def _ours(job: Job, case: Plain) -> tuple[float, Tensors]:
 
 
 def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
-    """Whether the loss and every gradient are those of the plain model, to :data:`TOLERANCE`.
-
-    A gradient may be off by up to :data:`MOST` if the plain model's own in float32, in any layer, is as far from
-    float64. One that is only rounding, such as a key bias's, may be off by as much as that.
-    """
+    """Whether the loss and every gradient are those of the plain model, as far as a proof asks it of its first step."""
     if missing := [name for name in case.gradients if name not in gradients]:
         return {"verdict": "wrong", "cause": f"no gradient of {missing[0]}"}
-    off = _differences(gradients, case.gradients)
-    worst, where = max((value, name) for name, value in off.items())
-    loss_off = abs(loss - case.loss) / abs(case.loss)
-    result = {"loss": loss_off, "worst": worst, "where": where, "verdict": "pass"}
-    if max(worst, loss_off) <= TOLERANCE:
+    ours = Trajectory([loss], gradients=gradients)
+    plain = Trajectory([case.loss], gradients=case.gradients)
+    first, *of_gradients = differences(ours, plain)
+    worst = max(of_gradients, key=lambda each: each.off)
+    result = {"loss": first.off, "worst": worst.off, "where": worst.name, "verdict": "pass"}
+    if max(worst.off, first.off) <= TOLERANCES["gradient"][0]:
         return result
     try:
-        own = _rounding(case)
+        exact = _in_float64(case)
     except Exception as error:
         return {**result, "verdict": "wrong", "cause": f"float64 can't be tried: {_where(error)}"}
-    allowed = {name: max(TOLERANCE, min(4 * value, most)) for name, (value, most) in own.items()}
-    # a single number's gradient is a sum over all values that it scales, which mostly cancel
-    allowed |= {name: MOST for name, gradient in gradients.items() if gradient.numel() == 1}
-    beyond = sorted((k for k in off if not off[k] <= allowed.get(k, TOLERANCE)), key=lambda k: -off[k])
-    if beyond or not loss_off <= TOLERANCE:
-        cause = f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}"
-        return {**result, "verdict": "wrong", "cause": cause}
-    return {**result, "cause": f"float32's own rounding there: {own[where][0]:.0e}"}
+    found = differences(ours, plain, exact)
+    beyond = sorted((each for each in found[1:] if not each.good), key=lambda each: -each.off)
+    if beyond or not found[0].good:
+        names = ", ".join(each.name for each in beyond[:6])
+        return {**result, "verdict": "wrong", "cause": f"{len(beyond)} of {len(of_gradients)} gradients: {names}"}
+    allowed = next(each.allowed for each in found if each.name == worst.name)
+    return {**result, "cause": f"float32's own rounding allows {allowed:.0e} there"}
 
 
-def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
-    """Name → (the difference of the plain model's gradient from its own in float64, the most allowed for that)."""
+def _in_float64(case: Plain) -> Trajectory:
     torch.set_default_dtype(torch.float64)  # for tensors that a model makes, such as the scalar that it masks with
     try:
-        _, exact = _gradients(case.model.double(), case.batch)
+        loss, gradients = _gradients(case.model.double(), case.batch)
     finally:
         torch.set_default_dtype(torch.float32)
         case.model.float()
-    off = _differences({name: gradient.double() for name, gradient in case.gradients.items()}, exact)
-    floor, kinds = _floor(exact), {name: re.sub(r"\.\d+(?=\.)", ".*", name) for name in off}
-    # a gradient of few numbers is exact in some layers by chance: the farthest of its kind counts
-    worst = {kind: max(v for k, v in off.items() if kinds[k] == kind) for kind in set(kinds.values())}
-    most = {k: MOST if k in exact and exact[k].norm() > floor else math.inf for k in off}
-    return {k: (worst[kinds[k]], most[k]) for k in off}
-
-
-def _differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
-    """Name → relative difference (2-norm); relative to all gradients together if the gradient is (nearly) zero."""
-    floor, found = _floor(theirs), {}
-    for name, gradient in ours.items():
-        expected = theirs[name].double() if name in theirs else torch.zeros(())
-        off = (gradient.double() - expected).norm() / expected.norm().clamp_min(floor)
-        found[name] = off.item() if off.isfinite() else math.inf
-    return found
-
-
-def _floor(gradients: Tensors) -> float:
-    """The norm below which a gradient is mostly rounding."""
-    return 1e-6 * sum(gradient.double().square().sum().item() for gradient in gradients.values()) ** 0.5
+    return Trajectory([loss], gradients=gradients)
 
 
 def _cut_of(plan: ShardingPlan) -> str:

@@ -12,6 +12,7 @@ under the version of the code. Every size is shrunk here; tests/model/test_real_
 published models and plans one of each type.
 """
 
+import datetime
 import hashlib
 import json
 import multiprocessing
@@ -42,7 +43,7 @@ python scripts/measure/families.py --write docs/records/families.md
 
 | | |
 |---|---|
-| code | {versions} |
+| date, code | {dates}: {versions} |
 | passed | {totals} |
 | run | 8 virtual devices, 8 rows of 32 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. Rows so short XLA runs one operation after another on each device; a longer one is in tests/step/test_parity.py |
 | compared | the loss and the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless |
@@ -93,7 +94,7 @@ def main() -> int:
     jobs = {name: left for name, left in jobs.items() if left}
     for name in tracked(Console(stderr=True), "families", jobs, len(jobs)):
         for result in _run(name, jobs[name], args.limit):
-            result["version"] = version
+            result |= {"version": version, "date": datetime.date.today().isoformat()}
             results[name, result["mode"]] = result
             with args.results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
@@ -187,6 +188,7 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     for result in results:
         families.setdefault(result["family"], {})[result["mode"]] = result
     versions = ", ".join(sorted({result["version"] for result in results}))
+    dates = " to ".join(sorted({result["date"] for result in results if "date" in result}))
     totals = _totals(results).replace("\n", "; ")
     header = f"| family | kind | layers | kernels | worst gradient | {' | '.join(modes)} |"
     table = "\n".join([header, "|---" * (5 + len(modes)) + "|", *(_row(*each, modes) for each in families.items())])
@@ -194,7 +196,7 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     for name, why in sorted(left_out.items()):
         reasons.setdefault(why, []).append(name)
     others = "\n".join(f"| {', '.join(names)} | {why} |" for why, names in reasons.items())
-    return PAGE.format(versions=versions, totals=totals, table=table, others=others)
+    return PAGE.format(dates=dates, versions=versions, totals=totals, table=table, others=others)
 
 
 def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 python scripts/measure/files.py load        loading a hub's weights onto 8 devices, plain and quantized, and plainly
                                             reading their files
-python scripts/measure/files.py checkpoint  a checkpoint's pause and write, and a plain copy and write of as many bytes
+python scripts/measure/files.py checkpoint  a checkpoint's pause and write, a plain copy and write of as many bytes, and
+                                            torch.distributed.checkpoint's save of them
 
 The sides of a table take turns, round by round; it shows the medians.
 docs/records/speed.md has the tables as they were on one machine.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -94,6 +96,7 @@ def checkpoint(recipe: str, rounds: int) -> Table:
         ("pause: the state's shards to the host", "pause"),
         ("  plain copy of as many bytes in memory", "copy"),
         ("write, while training goes on", "write"),
+        ("  torch.distributed.checkpoint's save of the same tensors, from the host", "theirs"),
         ("  plain write of as many bytes to one file, and fsync", "plain"),
         ("check of every file before a resume", "check"),
     ):
@@ -117,14 +120,17 @@ def saves(job: dict[str, Any]) -> dict[str, float]:
 def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """(bytes of a checkpoint, part of a save, or plain way to move as many bytes → seconds in each round)."""
     import torch
+    import torch.distributed.checkpoint as dcp
     from transformers import TrainerState
 
     from shardwright.checkpoint import manifest
     from shardwright.checkpoint.lineage import folder_of
     from shardwright.checkpoint.write import CheckpointWriter
     from shardwright.files.folder import Folder
+    from shardwright.xla import sharding
 
-    times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
+    times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "theirs", "plain", "check")}
+    values = {f"{name}.{k}": each for name in state for k, (_, each) in enumerate(sharding.shards(state[name]))}
 
     def clocked(name: str, work: Any) -> None:
         started = time.perf_counter()
@@ -147,6 +153,8 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
             clocked("plain", lambda plain=plain, target=target: _write_plainly(target, plain.numpy()))
             clocked("check", lambda step=step: manifest.check(folder_of(output, step)))
             target.unlink()
+            clocked("theirs", lambda aside=Path(local, "theirs"): dcp.save(values, checkpoint_id=aside, no_dist=True))
+            shutil.rmtree(Path(local, "theirs"))
     return size, times
 
 

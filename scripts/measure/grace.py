@@ -1,4 +1,4 @@
-"""How long a run takes from SIGTERM to a whole checkpoint, against the state's bytes: what fits into a grace of 30 s.
+"""Measure the seconds from SIGTERM to a whole checkpoint, against the state's bytes: what fits into a grace of 30 s.
 
 python scripts/measure/grace.py                          four sizes of a Llama, in a temporary folder
 TMPDIR=/mnt/shared python scripts/measure/grace.py       on that disk

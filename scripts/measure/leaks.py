@@ -1,4 +1,4 @@
-"""Whether a long run's memory is flat: a tiny Mixtral that logs, saves and evaluates, on 8 virtual devices.
+"""Show that a long run's memory is flat: a tiny Mixtral that logs, saves and evaluates, on 8 virtual devices.
 
 python scripts/measure/leaks.py                                   500 steps, a table, and leaks.svg
 python scripts/measure/leaks.py --steps 2000 -- --lora_r 4        longer, with other options of scripts/train.py

@@ -23,7 +23,7 @@ from shardwright.hosts.output_streams import exit_code
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "tests/model/real_configs.jsonl.gz"
 RECORDS = ROOT / "docs/records"
-GENERATIONS = ("v5e", "v6e", "v5p")
+GENERATIONS = ("v5e", "v6e", "v5p", "tpu7x")
 # rows of docs/records/tpu/adapters.md that name their model → its recipe; the others are of Mixtral-8x7B
 PUBLISHED = {"gpt-oss-120b": "gpt_oss_ep", "DeepSeek-V3": "deepseek_v3_ep"}
 LORA_R, LENGTH = 16, 4096
@@ -59,11 +59,11 @@ Compiled at full depth with one sequence of 4,096 tokens a chip ([all weights](r
 PLANNED = """## By the plan
 
 The smallest slice of each generation whose chips hold weights, gradients and optimizer state in 75 % of their memory,
-by recipe `auto`, in float32; the frozen model of LoRA (rank {rank}) in bfloat16. It is the *plan's* word, and an
-estimate: `scripts/compile.py` tells whether a step fits. Tokens/s are an estimate too: the FLOPs that training needs,
-at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the steps that were
-[compiled](records/tpu/models.md) ([levers](records/tpu/levers.md)), on {chip}, at {length:,} tokens a row, for all
-weights.
+by recipe `auto`, in float32; the frozen model of LoRA (rank {rank}) in bfloat16. A chip of tpu7x is two devices. It is
+the *plan's* word, and an estimate: `scripts/compile.py` tells whether a step fits. Tokens/s are an estimate too: the
+FLOPs that training needs, at an MFU of {dense} (dense) and {experts} (experts), the lowest and the highest of the
+steps that were [compiled](records/tpu/models.md) ([levers](records/tpu/levers.md)), on {chip}, at {length:,} tokens a
+row, for all weights.
 
 | repositories | parameters | all weights | LoRA | tokens/s a {chip} chip | {chip} chip-hours a billion tokens |
 |---|---|---|---|---|---|

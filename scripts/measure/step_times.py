@@ -26,7 +26,7 @@ from shardwright.scripts.measure.tpu_tables import Report, compile_one, markdown
 from shardwright.xla.chips import CHIPS, find_topology
 
 
-class Published(NamedTuple):
+class PublishedStep(NamedTuple):
     """A step that was timed on TPUs, a chip's tokens in it, and the options of scripts/compile.py for our step."""
 
     options: str
@@ -43,21 +43,21 @@ _TRILLIUM_MIXTRAL = "tpu-recipes training/trillium/Mixtral-8x7B-MaxText (a50d68e
 _V6E = step("llama_fsdp", f"{LLAMA8},{_TOKENS}", "v6e:2x4", 3, length=8192)
 _VMEM = "--compiler_options xla_tpu_scoped_vmem_limit_kib="
 ROWS = {
-    "Mixtral-8x7B, dropless, 36 × 4,096, v5p:4x4x8": Published(
+    "Mixtral-8x7B, dropless, 36 × 4,096, v5p:4x4x8": PublishedStep(
         step("mixtral_fsdp", "mixtral_8x7b", "v5p:4x4x8", 36, "--weight_dtype bfloat16 --optimizer_dtype bfloat16"),
         2909,
         36 * 4096,
         f"{_TIERING}; tpu-recipes training/v5p/Mixtral-8X7B-Maxtext",
         "nothing that is told: full remat, bfloat16 state",
     ),
-    "Llama-2-70B, 2 × 4,096, v5p:4x4x4": Published(
+    "Llama-2-70B, 2 × 4,096, v5p:4x4x4": PublishedStep(
         step("llama_fsdp", f"llama3_70b,{_TOKENS},vocab_size=32000", "v5p:4x4x4", 2),
         692,
         2 * 4096,
         f"{_TIERING}; llama2_70b_v5p_128 in benchmarks/maxtext_v5p_model_configs.py (92e59fd)",
         "full remat, 2 sequences a chip on 64; theirs keeps all products but two of the MLP, 4 on 512",
     ),
-    "Llama-3.1-8B, 3 × 8,192, v6e:2x4": Published(
+    "Llama-3.1-8B, 3 × 8,192, v6e:2x4": PublishedStep(
         f"{_V6E} {_VMEM}98304",
         7138.89,
         3 * 8192,
@@ -65,10 +65,10 @@ ROWS = {
         "full remat; theirs keeps q, k, v and o on the host. Attention in blocks of 1,024 and two backward kernels; "
         "theirs 2,048 and one",
     ),
-    "the same without the VMEM that theirs gives a fusion": Published(
+    "the same without the VMEM that theirs gives a fusion": PublishedStep(
         _V6E, 7138.89, 3 * 8192, _TRILLIUM, "as the row above, and the flags that a run here sets on v6e"
     ),
-    "Mixtral-8x7B, capacity 1.25, 8 × 4,096, v6e:16x16": Published(
+    "Mixtral-8x7B, capacity 1.25, 8 × 4,096, v6e:16x16": PublishedStep(
         step("mixtral_fsdp", "mixtral_8x7b", "v6e:16x16", 8, "--mesh fsdp=16,inner=16", f"{_VMEM}81920")
         + " --compute experts=capacity,capacity_factor=1.25",
         3896.752,
@@ -103,7 +103,7 @@ def main() -> int:
     return 0
 
 
-def _cells(published: Published, report: Report) -> list[str]:
+def _cells(published: PublishedStep, report: Report) -> list[str]:
     seconds = published.tokens / published.tokens_per_second
     if "failed" in report:
         return [f"{seconds:.2f}", report["failed"], *[""] * 5]

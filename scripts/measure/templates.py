@@ -116,7 +116,7 @@ _WITH_TOOLS = {"tools, null", "tools, empty", "tools, words", "calls", "ends in 
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTexts:
     """The trained texts of a chat, in order, and the text before each; ``samples``: how many it became.
 
     Without any: refused, ``why``.
@@ -160,7 +160,7 @@ def stops_of(name: str) -> tuple[str, ...]:
     return STOPS.get(name, ANY_STOP)
 
 
-def ours(name: str, case: str, **options: Any) -> Trained:
+def ours(name: str, case: str, **options: Any) -> TrainedTexts:
     """The outcome of the case as a run has it, with ``options`` of its :class:`Encoder`."""
     from shardwright.data.records.shapes import BadRecord
     from shardwright.data.samples.samples import Encoder
@@ -173,14 +173,14 @@ def ours(name: str, case: str, **options: Any) -> Trained:
     record = {"messages": CASES[case], "tools": TOOLS if case in _WITH_TOOLS else None}
     made = encoder([str(SHAPES[0].document(record, typed=False))])
     if bad:
-        return Trained(why=bad[0].found)
+        return TrainedTexts(why=bad[0].found)
     texts, behind = list[str](), list[str]()
     for _, (sample,) in made:
         labels = sample.labels.tolist()
         for a, b in _runs([label >= 0 for label in labels]):
             texts.append(tokenizer.decode(labels[a:b]))
             behind.append(tokenizer.decode(sample.tokens[:a]))
-    return Trained(tuple(texts), tuple(behind), len(made))
+    return TrainedTexts(tuple(texts), tuple(behind), len(made))
 
 
 def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
@@ -189,7 +189,7 @@ def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def trls(name: str, case: str) -> Trained | None:
+def trls(name: str, case: str) -> TrainedTexts | None:
     """The texts that trl's training template marks; None: it has none for this template."""
     from trl.chat_template_utils import get_training_chat_template
 
@@ -212,8 +212,8 @@ def trls(name: str, case: str) -> Trained | None:
         text, asked = tokenizer.decode(tokens), next(m["content"] for m in messages if m["role"] == "user")
         if _as_string(asked) in text and not re.search("[\"']type[\"']: [\"']text", text):
             runs = _runs([bool(mark) for mark in made["assistant_masks"]])
-            return Trained(tuple(tokenizer.decode(tokens[a:b]) for a, b in runs), samples=1)
-    return Trained(why=why)
+            return TrainedTexts(tuple(tokenizer.decode(tokens[a:b]) for a, b in runs), samples=1)
+    return TrainedTexts(why=why)
 
 
 def _as_string(content: Any) -> Any:
@@ -224,7 +224,7 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) and content else content
 
 
-def verdict(found: Trained, expected: Trained | None) -> str:
+def verdict(found: TrainedTexts, expected: TrainedTexts | None) -> str:
     """The cell of the table."""
     refused = not found.samples
     if expected is None:

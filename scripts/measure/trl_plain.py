@@ -2,6 +2,7 @@
 
 python scripts/measure/trl_plain.py init FOLDER     a tiny model's weights and tokenizer, and PEFT's first factors
 python scripts/measure/trl_plain.py train FOLDER    FOLDER/batches.json through trl; FOLDER/losses.json
+python scripts/measure/trl_plain.py train64 FOLDER  the same in float64
 
 `trl_parity.py` calls it. FOLDER/case.json says what is trained, and how.
 """
@@ -84,10 +85,10 @@ def _drawn(kind: Any, config: dict[str, Any], seed: int, width: float) -> Any:
     return model
 
 
-def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
+def train(folder: Path, case: dict[str, Any], dtype: torch.dtype) -> list[dict[str, float]]:
     """trl's log of each step, unrounded, on the batches of ``folder`` in their order."""
     kind, _ = _kind(case)
-    model: Any = kind.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+    model: Any = kind.from_pretrained(folder / "model", dtype=dtype, attn_implementation="eager")
     if case["lora"]:
         model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -150,4 +151,6 @@ if __name__ == "__main__":
     if what == "init":
         write_start(folder, case)
     else:
-        (folder / "losses.json").write_text(json.dumps(train(folder, case)))
+        (folder / "losses.json").write_text(
+            json.dumps(train(folder, case, torch.float64 if what == "train64" else torch.float32))
+        )

@@ -27,6 +27,7 @@ OF_TRANSFORMERS = {each.name for each in fields(transformers.TrainingArguments)}
 CLASSES: dict[str, Any] = {
     "transformers' TrainingArguments": transformers.TrainingArguments,
     "trl's ScriptArguments": trl.ScriptArguments,
+    "trl's DatasetMixtureConfig": trl.DatasetMixtureConfig,
     "trl's ModelConfig": trl.ModelConfig,
     "trl's SFTConfig": trl.SFTConfig,
     "trl's DPOConfig": trl.DPOConfig,

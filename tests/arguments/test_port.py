@@ -21,7 +21,13 @@ from tests.support.training import environment
 FOLDER = ROOT / "tests/arguments/published"
 ALPACA = {"model": "meta-llama/Llama-2-7b-hf", "dataset": "./alpaca_data.json", "warmup_steps": 0.03, "bf16": True}
 QLORA = {"lora_r": 32, "lora_alpha": 16.0, "base_dtype": "nf4", "lora_target": "all-linear", "eval_strategy": "epoch"}
-CHATS = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "optimizer_dtype": "bfloat16"}
+CHATS = {
+    "dataset": "chats.jsonl,more.jsonl,my/chats:en#train_sft",
+    "eval_strategy": "steps",
+    "optimizer_dtype": "bfloat16",
+}
+CHATS |= {"eval_dataset": "held_out=held_out.jsonl,unseen=my/unseen"}
+NAMED = f"{FOLDER}/data/identity.json,my/alpaca:en#train_demo,chats.jsonl"  # by the dataset_info.json there
 LORA = {"lora_r": 32, "lora_target": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.05}
 # file → arguments, those that are not carried, some of the options
 CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
@@ -35,13 +41,17 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
         {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k#train_sft", "packing": False},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
-    "axolotl_qlora.yml": (35, set(), {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
+    "axolotl_qlora.yml": (37, {"chat_template"}, {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
     "axolotl_full.sh": (
-        30,
-        {"optimizer"},
+        39,
+        {"optimizer", "datasets.roles"},
         {**CHATS, "run_name": "first"},
     ),
-    "llamafactory_lora_sft.yaml": (28, set(), {"lora_r": 8, "lora_target": "all-linear", "packing": False}),
+    "llamafactory_lora_sft.yaml": (
+        33,
+        {"dataset.columns.tools"},
+        {"dataset": NAMED, "lora_r": 8, "lora_target": "all-linear", "packing": False},
+    ),
     "llamafactory_dpo.sh": (26, set(), {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16}),
     "run_clm.sh": (20, {"fp16"}, {"dataset": "wikitext:wikitext-103-raw-v1", "bf16": True, "warmup_steps": 500}),
 }  # fmt: skip
@@ -66,10 +76,16 @@ def test_each_argument_is_carried_or_named_and_the_options_parse(name: str, tmp_
     assert by_file == by_words == TrainingArguments(**found.options)
 
 
-def test_what_is_said_of_an_adapter_counts_only_where_one_is_trained(tmp_path: Path) -> None:
+def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_its_shares(
+    tmp_path: Path,
+) -> None:
     for text, adapted in (("trl sft --lora_r 8 --load_in_4bit", False), ("trl sft --lora_r 8 --use_peft", True)):
         (tmp_path / "train.sh").write_text(text)
         assert ("lora_r" in ported(read_published(str(tmp_path / "train.sh"))).options) == adapted
+    mixed = "datasets: [{path: a/b, name: en, fraction: 0.75, columns: [messages]}, {path: c/d, fraction: 0.25}]\n"
+    (tmp_path / "sft.yaml").write_text(mixed)
+    (tmp_path / "train.sh").write_text("trl sft --config sft.yaml")
+    assert ported(read_published(str(tmp_path / "train.sh"))).options["dataset"] == "a/b:en:0.75,c/d:0.25"
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 

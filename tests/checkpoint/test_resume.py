@@ -88,7 +88,6 @@ def same_weights(one: Path, other: Path) -> bool:
     return (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 def test_sigterm_saves_at_once_exits_75_and_the_same_command_goes_on_to_the_same_end(lives, place, whole):
     output, log = place / "term", place / "term.log"
     process = lives.start(log, *arguments(place, output, *LATEST))
@@ -104,7 +103,6 @@ def test_sigterm_saves_at_once_exits_75_and_the_same_command_goes_on_to_the_same
     assert same_weights(output, whole)
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_model_and_checkpoint_exits_130_and_leaves_the_losses_as_they_would_have_been(lives, place, whole):
     output, log = place / "int", place / "int.log"
     process = lives.start(log, *arguments(place, output, *LATEST))
@@ -135,7 +133,6 @@ def test_a_second_sigterm_ends_the_program_at_once():
     assert (done.stdout, done.returncode) == ("noted\n", -signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_done_is_finished_again_and_one_beyond_its_end_is_refused(lives, place, whole):
     log = place / "done.log"
     before = losses(whole)

@@ -82,7 +82,6 @@ def test_what_cant_be_is_one_message_and_exit_code_2_before_anything_is_compiled
 
 
 @needs_libtpu
-@pytest.mark.slow
 def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_cache(cache: Path) -> None:
     words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x4", "--per_device_train_batch_size", "2"]
     words += ["--compute", "remat=0.3"]

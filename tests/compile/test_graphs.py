@@ -27,6 +27,7 @@ from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS
 from shardwright.evaluation.generate import GenerationShape
 from shardwright.evaluation.prompt_samples import expected_shape
 from shardwright.evaluation.reference_rows import REFERENCE_PASS
+from shardwright.evaluation.teacher_rows import TEACHER_PASS
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan_checks import collapse
@@ -220,6 +221,18 @@ def test_the_reference_pass_takes_an_evaluations_rows_and_leaves_an_adapters_fac
     assert any(name.endswith(A) for name in given)
     assert not any(name.endswith(B) for name in given)
     assert lowered.outputs == ("{devices=[8,1]<=[8]}",)
+
+
+def test_a_teachers_pass_is_a_graph_of_its_own_model_which_a_config_describes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1, "hidden_size": 48}))
+    options = {"objective": "distill", "teacher": str(tmp_path / "config.json"), "teacher_top_k": 5}
+    job = job_of("llama_fsdp", sequence_length=32, **options)
+    assert graphs_of(job)[-1] == TEACHER_PASS
+    lowered = lower(job, TEACHER_PASS)
+    given = {a.name: a.shape for a in lowered.arguments}
+    assert given["input_ids"] == (job.evaluation_rows, 32)
+    assert given["model.norm.weight"] == (48,), "the teacher's, not the student's"
+    assert lowered.outputs == ("{devices=[8,1,1]<=[8]}",)  # rows, tokens, and the words that are kept with their share
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
 from shardwright.objectives.pairs import PAIRS
 from tests.support.browser import Browser
-from tests.support.chats import CHAT, CHATML, ENDLESS, PARTING, byte_tokenizer, chats, write_records
+from tests.support.chats import CHAT, CHATML, ENDLESS, PARTING, REASONING, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl, write_parquet
 
 TOKENIZER = byte_tokenizer(CHATML, "<|im_end|>")
@@ -202,6 +202,11 @@ def test_each_finding_that_fails_nothing_leaves_a_choice_and_a_clean_set_none(tm
     view = view_of(twice, args, TOKENIZER)
     assert view.verdict == "Nothing would train wrongly, but look at what is for you to decide"
     assert [line.partition(":")[0] for line in view.decisions] == ["duplicate (20)"]
+    forgetful = byte_tokenizer(REASONING, "<|im_end|>")  # seven chats of one turn, seven of two, six of three
+    for train_on, found in {"all": {"turn alone": 7 + 6 * 2}, "last": {"earlier turn": 7 + 6}}.items():
+        options = SampleOptions(train_on=train_on)
+        asked = audited(tmp_path / "clean.jsonl", forgetful, sequence_length=1024, samples=options)
+        assert {name: each.count for name, each in asked.findings.items()} == found
 
 
 def says(text: str) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from shardwright.data.records.document_stream import find_stream
@@ -46,3 +47,18 @@ def test_a_dataset_without_a_split_called_train_offers_those_that_it_has() -> No
     with pytest.raises(UserError) as refused:
         pick_splits(NAMED, "--dataset id")
     assert refused.value.instead == "--dataset id#train_gen, or --dataset id#train_sft, or --dataset id#test_gen"
+
+
+def test_files_in_a_bucket_are_copied_once_and_read_as_those_on_a_disk(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    url = f"memory://{tmp_path.name}"
+    store, root = fsspec.core.url_to_fs(url)
+    for place, text in {"train.jsonl": '{"text": "one"}\n', "test/1.jsonl": '{"text": "two"}\n', "x.bin": "-"}.items():
+        store.pipe_file(f"{root}/{place}", text.encode())
+    assert locate(url).by_split() == {"test": ["test/1.jsonl"], "train": ["train.jsonl"]}
+    assert find_documents(f"{url}/train.jsonl").asked == f"--dataset {url}/train.jsonl"
+    (copy,) = locate(f"{url}/train.jsonl#train").files.values()
+    assert copy.read_text() == '{"text": "one"}\n'
+    for wrong, said in {f"{url}/absent.jsonl": "no such file", "nowhere://b/x.jsonl": "nowhere"}.items():
+        with pytest.raises(UserError, match=said):
+            locate(wrong)

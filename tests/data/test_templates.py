@@ -14,7 +14,7 @@ from shardwright.data.chat_template import template_names, with_chat_template
 from shardwright.data.samples import template_trial
 from shardwright.errors import UserError
 from shardwright.scripts.measure import templates as table
-from tests.support.chats import byte_tokenizer
+from tests.support.chats import CHATML, LLAMA, byte_tokenizer
 
 # cells that are neither the labels of trl's template nor a refusal: (template, cases) -> verdict
 REASONED = ("<think> twice", "reasoning twice")
@@ -89,6 +89,19 @@ def test_where_the_vocabulary_has_no_such_words_a_turn_ends_with_the_end_of_text
     assert made.eos_token == "</s>"
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     assert made.apply_chat_template(chat, tokenize=False) == "<|go|>user: hi</s>\n<|go|>assistant: ho</s>\n"
+
+
+def test_a_name_is_one_of_a_tokenizers_own_templates_and_a_folder_gives_its_tokenizers(tmp_path: Path) -> None:
+    several = byte_tokenizer(None)
+    several.chat_template = {"default": LLAMA, "tool_use": CHATML}
+    assert (made := with_chat_template(several, "tool_use")).chat_template == CHATML
+    assert made.eos_token == "<|im_end|>"
+    several.save_pretrained(tmp_path / "several")
+    byte_tokenizer(None).save_pretrained(tmp_path / "none")
+    assert with_chat_template(byte_tokenizer(None), str(tmp_path / "several")).chat_template == LLAMA
+    with pytest.raises(UserError, match="no chat template") as refused:
+        with_chat_template(several, str(tmp_path / "none"))
+    assert refused.value.instead.endswith("a name: chatml, default, tool_use")
 
 
 @pytest.mark.parametrize(

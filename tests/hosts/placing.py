@@ -12,10 +12,11 @@ from shardwright.errors import UserError
 from shardwright.files.folder import StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.mesh import Mesh
+from shardwright.step.compile_guard import CompileGuard
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_share, place_batch
 from shardwright.xla.device_mesh import build_mesh, local_devices
-from shardwright.xla.runtime import init_runtime
+from shardwright.xla.runtime import init_runtime, run_now
 
 
 class Counted:
@@ -70,6 +71,17 @@ assert (index, count) == (job.index, job.count)
 rows = torch.arange(16 * 3).view(16, 3)
 batch = place_batch({"rows": rows.chunk(count)[index]}, mesh, ("fsdp",))
 assert torch.equal(sharding.fetch(batch["rows"]), rows)
+
+# a step that compiles again names its operation, though a computation that it reads still runs when it is first traced
+square = sharding.place("square", torch.full((400, 400), 1 / 400), mesh, ("fsdp", None))
+running = square
+for _ in range(40):
+    running = torch.tanh(running @ square)
+run_now([running])
+guard = CompileGuard("step", expected=1)
+guard.run({"square": square}, lambda batch: {"result": torch.cos(running)})
+with pytest.raises(UserError, match=rf"first new operation is sine of f32\[400,400\], from {__file__}:\d+"):
+    guard.run({"square": square}, lambda batch: {"result": torch.sin(running)})
 
 # words
 assert job.gather(job.index) == list(range(job.count))

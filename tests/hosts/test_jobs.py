@@ -27,7 +27,7 @@ from tests.support.hosts import HostLives, Job, assert_same_losses, close, log_o
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
 
-pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
+pytestmark = needs_libtpu  # whose table of functions the stand-in takes
 STEPS = 12
 
 
@@ -107,6 +107,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_host_and_each_host_writes_i
         assert close(ours._tensors(name)[where], theirs._tensors(name)[where]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrote", "reads"), [(2, 1), (1, 2)])
 @pytest.mark.usefixtures("bucket")  # which has begun by now
 def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, whole, wrote, reads):
@@ -124,6 +125,7 @@ def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, wh
     assert same_weights(output, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "found"),
     [
@@ -167,6 +169,7 @@ def stopped(job) -> list[Job]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SIGNALS)))
 def test_a_signal_to_one_host_stops_all_after_the_same_step(stopped, number):
     ended, (_, _, code) = stopped[number], SIGNALS[number]
@@ -177,6 +180,7 @@ def test_a_signal_to_one_host_stops_all_after_the_same_step(stopped, number):
     assert "Traceback" not in ended.log(0) + ended.log(1)
 
 
+@pytest.mark.slow
 def test_hosts_save_into_one_bucket_and_another_number_goes_on_from_it(bucket, whole, tmp_path):
     assert bucket.lives.wait() == [0] * 4
     output = bucket.words[-1]

@@ -74,7 +74,9 @@ VALUES: dict[str, list[Any]] = {
     "alpha_pattern": [{"q_proj": 3}, {"layers.0.self_attn.q_proj": 1.5}],
     "megatron_config": [{"tensor_model_parallel_size": 1}],
     "megatron_core": ["other.core"],
-    "trainable_token_indices": [[1]],
+    "trainable_token_indices": [
+        [9, 3], {"embed_tokens": [2, 1], "lm_head": [5]}, {"gate": [1]}, [40], [1, 1],
+    ],
     "loftq_config": [{"loftq_bits": 4, "loftq_iter": 1}],
     "eva_config": [{"rho": 2.0}],
     "corda_config": [{"corda_method": "kpm"}],

@@ -18,9 +18,13 @@ from shardwright.compile.hlo.text import parse
 from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.models.tiny import shrunk
+from shardwright.objectives import OBJECTIVES
+from shardwright.optimizers import OPTIMIZERS
 from shardwright.prove import certificate, layouts
-from shardwright.prove.batches import make_batches
+from shardwright.prove.batches import apart, make_batches
+from shardwright.prove.formulas import FORMULAS
 from shardwright.prove.prove_command import NOT_PROVED, certify, prove
+from shardwright.prove.reference_optimizers import REFEREES
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
 from shardwright.prove.trajectory import Difference
 from tests.support.jobs import job_of
@@ -125,11 +129,9 @@ def test_a_small_job_is_the_runs_own_but_for_its_sizes() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"optim": "muon"},
-        {"objective": "kto"},
         {"objective": "dpo", "loss_type": "hinge"},
         {"router_balance_coef": 0.1},
-        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
         {"lora_r": 4, "base_dtype": "nf4"},
     ],
     ids=str,
@@ -147,6 +149,22 @@ def test_batches_of_pairs_have_answers_behind_the_same_prompt() -> None:
         chosen, rejected = (batch["input_ids"][row][batch["segment_ids"][row] == n].tolist() for n in (1, 2))
         assert chosen[:2] == rejected[:2]
         assert all(batch["labels"][row][starts[row]] == -100)
+
+
+def test_every_optimizer_and_objective_that_is_offered_has_its_reference() -> None:
+    assert REFEREES.keys() == OPTIMIZERS.keys()
+    assert FORMULAS.keys() == OBJECTIVES.keys()
+
+
+def test_batches_of_answers_one_by_one_have_good_bad_and_mismatched_ones() -> None:
+    (batch,) = make_batches(small_job(resolved("llama_fsdp", objective="kto")).job, 1)
+    rows = apart(batch)
+    good, bad, mismatched = (((rows["segment"] - 1) % 3 == place).sum() for place in range(3))
+    assert good + bad == mismatched
+    assert 0 < good < mismatched
+    assert rows["reference"].unique().numel() == len(rows["segment"])
+    answers, others = rows["input_ids"][0::2], rows["input_ids"][1::2]
+    assert torch.equal(answers[:, :2], others[:, :2])  # the same prompt
 
 
 def test_a_weight_that_an_axis_could_cut_is_named_and_one_that_is_cut_is_not() -> None:

@@ -86,14 +86,25 @@ def test_dropless_experts_give_pefts_loss_and_gradients(recipe, layers, options)
         ),
         (
             "llama_fsdp",
-            {"use_dora": True, "lora_dropout": 0.2, "init_lora_weights": "olora", "use_rslora": True},
+            {
+                "use_dora": True,
+                "lora_dropout": 0.2,
+                "init_lora_weights": "olora",
+                "use_rslora": True,
+                "trainable_token_indices": "30:40,7,lm_head=7:9",
+            },
             {},
             {},
         ),
-        (  # a loop over layers without factors, and before them nothing learns
+        (  # a loop over layers without factors, and rows of a head that is the embedding
             "llama_tp",
-            {"init_lora_weights": "pissa", "layers_to_transform": "2:4", "exclude_modules": "v_proj"},
-            {"num_hidden_layers": 4},
+            {
+                "init_lora_weights": "pissa",
+                "layers_to_transform": "2:4",
+                "exclude_modules": "v_proj",
+                "trainable_token_indices": "30:40,7",
+            },
+            {"num_hidden_layers": 4, "tie_word_embeddings": True},
             {},
         ),
     ],
@@ -113,16 +124,23 @@ def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, 
 def test_without_its_factors_a_layer_is_the_frozen_one_whatever_they_are():
     """Tests the reference of a preference objective."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Embedding(5, 3))
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-    lora = Lora(2, 3.0, False, ("0.weight",), dora=True, start="pissa", dropout=0.5)
+    lora = Lora(2, 3.0, False, ("0.weight",), dora=True, start="pissa", dropout=0.5, tokens=(("1.weight", (3, 1)),))
     attach(model.to("meta"), lora, adaptable(model, []))
     random = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
     x, trained = torch.randn(4, 8), random | plain
-    expected = torch.nn.functional.linear(x, *plain.values())
-    found, own = (functional_call(model.eval(), t, x) for t in (trained | without_factors(trained), trained))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert (own - expected).abs().max() > 0.1
+    without = trained | without_factors(trained, rows=dict(model.named_buffers()))
+
+    def each(tensors):
+        parts = [{n[2:]: t for n, t in tensors.items() if n.startswith(f"{i}.")} for i in range(2)]
+        return functional_call(model[0].eval(), parts[0], x), functional_call(model[1], parts[1], torch.arange(5))
+
+    expected = torch.nn.functional.linear(x, plain["0.weight"], plain["0.bias"]), plain["1.weight"]
+    for found, own, wanted in zip(each(without), each(trained), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert (own - wanted).abs().max() > 0.1
+    assert torch.equal(each(trained)[1][[3, 1]], trained["1.weight_lora_T"])
 
 
 def test_the_frozen_model_has_neither_gradient_nor_moments_and_lies_in_bfloat16():

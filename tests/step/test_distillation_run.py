@@ -20,7 +20,7 @@ from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.rows.batches import as_batch
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
-from shardwright.evaluation.teacher_rows import Taught, TaughtRows
+from shardwright.evaluation.teacher_rows import TaughtCorpus, TaughtRows
 from shardwright.inputs import RunInputs
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import IGNORE, targets
@@ -117,7 +117,7 @@ def test_what_it_said_is_read_again_and_a_pass_that_was_stopped_goes_on(
     start = prepare(options(folder), RunInputs(), [], Console(quiet=True), writes=False)
     plain = load_corpus(start.data, start.tokenizer, WORDS)
     assert start.teacher is not None
-    found, said = Taught(plain, start.job, start.teacher), io.StringIO()
+    found, said = TaughtCorpus(plain, start.job, start.teacher), io.StringIO()
     found.learn(Console(file=said, width=200))
     assert "on disk, read from" in said.getvalue()
     values, published = np.array(found.train.values), found.folder(found.train)
@@ -129,7 +129,7 @@ def test_what_it_said_is_read_again_and_a_pass_that_was_stopped_goes_on(
     (part / "values.f32").write_bytes(marked.tobytes())
     (part / "done.json").write_text(str(size + 1))
     shutil.rmtree(published)
-    again = Taught(plain, start.job, start.teacher)
+    again = TaughtCorpus(plain, start.job, start.teacher)
     again.learn(Console(quiet=True))
     assert again.train.values is not None
     assert (again.train.values[: found.train.starts[size]] == 7.0).all()

@@ -102,7 +102,7 @@ def plain_losses(
     return reference(**batch, use_cache=False, **router).loss, torch.stack(losses).mean()
 
 
-def make(family: str, compute: str, accumulation: int) -> tuple[Case, nn.ModuleList]:
+def make(family: str, compute: str, accumulation: int, mesh_of: str | None) -> tuple[Case, nn.ModuleList]:
     config = config_of(family)
     reference = plain_model(config)
     heads = heads_of(reference, FAMILIES[family].get("num_nextn_predict_layers", 1))
@@ -110,24 +110,26 @@ def make(family: str, compute: str, accumulation: int) -> tuple[Case, nn.ModuleL
     made = family == "glm4_moe"
     recipe = auto_recipe(facts.model, facts.experts, None, 8).recipe if made else load_recipe(f"{family}_ep")
     options = {"train_mtp": True, "mtp_loss_weight": WEIGHT, "gradient_accumulation_steps": accumulation}
+    recipe = recipe if mesh_of is None else recipe.with_mesh(mesh_of)
     job = job_of(recipe.with_compute(compute), config, **options)
     mesh, depth = build_mesh(job.recipe.mesh), config.num_hidden_layers
-    assert dict(job.plan.mesh)["expert"] == 4
+    assert dict(job.plan.mesh)["expert"] > 1
+    assert (job.plan.sequence is None) == (mesh_of is None)
     weights = {**reference.state_dict(), **in_the_model(depth, heads.state_dict().items())}
     placed = place_model(job, mesh, state_dict_weights({name: values.clone() for name, values in weights.items()}))
     return Case(job.recipe, config, reference, job.stored, TrainStep(placed), evaluation_step(placed), mesh), heads
 
 
 @pytest.mark.parametrize(
-    ("family", "compute", "accumulation"),
+    ("family", "compute", "accumulation", "mesh"),
     [
-        ("deepseek_v3", "scan=True,remat=full", 1),
-        ("glm4_moe", "scan=False,remat=none", 2),
-        ("qwen3_next", "scan=False,remat=none", 1),
+        ("deepseek_v3", "scan=True,remat=full", 1, "fsdp=-1,expert=2,sequence=2"),  # rows in pieces on two devices
+        ("glm4_moe", "scan=False,remat=none", 2, None),
+        ("qwen3_next", "scan=False,remat=none", 1, None),
     ],
 )
-def test_rows_have_the_losses_and_gradients_of_their_documents_by_plain_layers(family, compute, accumulation):
-    case, heads = make(family, compute, accumulation)
+def test_rows_have_the_losses_and_gradients_of_their_documents_by_plain_layers(family, compute, accumulation, mesh):
+    case, heads = make(family, compute, accumulation, mesh)
     # the linear attention of Qwen3-Next keeps no documents apart, so that each has a row to itself
     columns = packed(16, packing=family != "qwen3_next")
     assert family == "qwen3_next" or columns["segment_ids"].max() > 2
@@ -168,10 +170,9 @@ def test_the_plain_layers_give_what_transformers_own_mtp_model_gives():
         ({"train_mtp": True, "objective": "dpo"}, "DPO, which learns"),
         ({"mtp_loss_weight": 0.3}, "no --train_mtp"),
         ({"train_mtp": True, "mtp_loss_weight": 0.0}, "0.0"),
-        ({"train_mtp": True, "mesh": "fsdp=1,expert=4,sequence=2"}, "rows in pieces"),
         ({"train_mtp": True, "recipe": "llama_fsdp"}, "a family whose MTP layers are not known here"),
     ],
-    ids=["an adapter", "pairs", "a weight of nothing", "no weight", "split rows", "a family without any"],
+    ids=["an adapter", "pairs", "a weight of nothing", "no weight", "a family without any"],
 )
 def test_what_mtp_layers_can_not_be_trained_with_is_refused(options, found):
     with pytest.raises(UserError, match=re.escape(found)):

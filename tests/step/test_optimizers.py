@@ -5,21 +5,19 @@ AdamW's parity is in test_parity.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.optimization import Adafactor
 
 from shardwright import optimizers
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.checkpoint.tensors import StoredTensors, open_tensors, write_index, write_part
 from shardwright.compile.lowering import lower
 from shardwright.errors import UserError
@@ -30,6 +28,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan_table import held_by_a_device
 from shardwright.optimizers.muon import Muon
 from shardwright.optimizers.optimizer import Update
+from shardwright.prove.reference_optimizers import REFEREES, Referee, Reference, without_bfloat16
 from shardwright.prove.sharded import unstacked
 from shardwright.step.build import place_model
 from shardwright.step.parameter_updates import lay_on
@@ -37,7 +36,7 @@ from shardwright.step.train_step import TrainStep
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import run_now
-from tests.support.cases import Case, make_batch, make_case, reference_loss, relative
+from tests.support.cases import Case, make_batch, make_case, one_layer, reference_loss, relative
 from tests.support.jobs import job_of
 
 DECAY, RATE, STEPS = 0.1, 3e-4, 10
@@ -47,94 +46,26 @@ QUICK = {"attention": "sdpa"}
 ROWS = 32  # enough that few gradients are rounding alone, whose sign Lion would take
 
 
-class Lion:
-    """The update of program 1 in "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675), in plain torch."""
-
-    def __init__(self, parameters: list[torch.Tensor], weight_decay: float, beta1: float = 0.9, beta2: float = 0.99):
-        self.parameters, self.weight_decay, self.betas = parameters, weight_decay, (beta1, beta2)
-        self.momentum = [torch.zeros_like(p) for p in parameters]
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        for p, m in zip(self.parameters, self.momentum, strict=True):
-            assert p.grad is not None
-            c = self.betas[0] * m + (1 - self.betas[0]) * p.grad
-            p.sub_(learning_rate * (torch.sign(c) + self.weight_decay * p))
-            m.copy_(self.betas[1] * m + (1 - self.betas[1]) * p.grad)
-
-
-class Torch:
-    """An optimizer of torch's kind, with the learning rate of each step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-
-
-class EachMatrix:
-    """torch.optim.Muon, which takes matrices alone, over the matrices of parameters of experts."""
-
-    def __init__(self, parameters: list[torch.Tensor], **options: Any) -> None:
-        self.parameters = parameters
-        self.matrices = [
-            [torch.nn.Parameter(m) for m in (p.data if p.dim() == 3 else p.data[None])] for p in parameters
-        ]
-        self.muon = Torch(torch.optim.Muon([m for each in self.matrices for m in each], **options))
-
-    def step(self, learning_rate: float) -> None:
-        for p, matrices in zip(self.parameters, self.matrices, strict=True):
-            assert p.grad is not None
-            for matrix, gradient in zip(matrices, p.grad.view(-1, *p.shape[-2:]), strict=True):
-                matrix.grad = gradient
-        self.muon.step(learning_rate)
-
-
-def references(optim: str, named: dict[str, torch.Tensor], numbers: dict[str, Any]) -> list[Any]:
-    """The optimizers that train the plain model's parameters."""
-    found: list[Any] = []
-    for decay in (DECAY, 0.0):
-        group = {name: p for name, p in named.items() if ("norm" not in name) == bool(decay)}
-        if optim == "adafactor":
-            form = {"lr": RATE, "relative_step": False, "scale_parameter": False, "weight_decay": decay}
-            found.append(Torch(Adafactor(list(group.values()), **(form | numbers))))
-        elif optim == "lion":
-            found.append(Lion(list(group.values()), decay, **numbers))
-        else:
-            matrices = [p for name, p in group.items() if ".layers." in name and p.dim() > 1]
-            rest = [p for p in group.values() if all(p is not other for other in matrices)]
-            if matrices:
-                form = {"weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
-                found.append(EachMatrix(matrices, **(form | numbers)))
-            found.append(Torch(torch.optim.AdamW(rest, weight_decay=decay)))
-    return found
+def reference(case: Case, more: dict[str, Any], decay: float = DECAY) -> Reference:
+    """The optimizer that trains the plain model's parameters: the one that a proof compares with."""
+    named = {name: p for name, p in case.reference.named_parameters() if p.requires_grad}
+    args = Settings("any", weight_decay=decay, **more)
+    return Reference(named, args, [name for name in named if "norm" not in name], RATE)
 
 
 def rate(step: int) -> float:
     return RATE * step / STEPS
 
 
-def train(case: Case, optimizers: list[Any], steps: int) -> None:
-    """``steps`` steps of ours, each at another learning rate, and of the references on the plain model."""
+def train(case: Case, optimizer: Any, steps: int) -> None:
+    """``steps`` steps of ours, each at another learning rate, and of the reference on the plain model."""
     for step in range(1, steps + 1):
         batch = make_batch(case.config, step, ROWS)
         case.step(batch, step=step, learning_rate=rate(step))
         case.reference.zero_grad()
         reference_loss(case.reference, batch, router_loss=case.recipe.compute.router_loss).backward()
         torch.nn.utils.clip_grad_norm_(case.reference.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step(rate(step))
-
-
-@contextlib.contextmanager
-def in_float32() -> Iterator[None]:
-    """Muon's iteration in float32: in bfloat16 sums in another order have other roundings, and there is no telling."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-        yield
+        optimizer.step(rate(step))
 
 
 @functools.cache
@@ -142,10 +73,10 @@ def trained(optim: str, recipe: str, optim_args: str | None, accumulation: int) 
     """A case after STEPS steps beside its reference."""
     more = {"optim": optim, "optim_args": optim_args}
     quick = QUICK if recipe == "llama_fsdp" else {}
-    case = make_case(recipe, accumulation=accumulation, weight_decay=DECAY, more=more, **quick)
-    numbers = TrainingArguments("any", **more).optimizer_numbers if optim_args else {}
-    with in_float32():
-        train(case, references(optim, dict(case.reference.named_parameters()), numbers), STEPS)
+    config = one_layer(recipe) if (optim, recipe) == ("lion", "mixtral_ep") else None  # number by number, as AdamW
+    case = make_case(recipe, config, accumulation=accumulation, weight_decay=DECAY, more=more, **quick)
+    with without_bfloat16():
+        train(case, reference(case, more), STEPS)
     return case
 
 
@@ -219,7 +150,7 @@ def saved(step: TrainStep, folder: Path) -> StoredTensors:
 def goes_on(case: Case, job: Job, source: StoredTensors, steps: Iterable[int]) -> dict[str, torch.Tensor]:
     """The weights, under the model's own names, of a run of ``job`` that takes ``steps`` from what was saved."""
     step_of = TrainStep(place_model(job, build_mesh(job.recipe.mesh), source), source)
-    with in_float32():
+    with without_bfloat16():
         for step in steps:
             step_of(make_batch(case.config, step, ROWS), step=step, learning_rate=RATE)
     return dict(unstacked(job.stored, step_of.parameters))
@@ -235,7 +166,7 @@ def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unsca
     job = job_of(case.recipe, case.config, weight_decay=DECAY, **options)
     again = goes_on(case, job, source, steps)
     trained.cache_clear()  # the case goes on, and another test expects it after STEPS
-    with in_float32():
+    with without_bfloat16():
         for step in steps:
             case.step(make_batch(case.config, step, ROWS), step=step, learning_rate=RATE)
     whole = case.parameters()
@@ -297,7 +228,9 @@ def test_a_file_in_the_folder_is_an_optimizer_that_is_offered_planned_trained_sa
     assert 2 * case.plan.totals["optimizer_bytes"] == replace(case.plan, optim="adamw").totals["optimizer_bytes"]
     assert held_by_a_device(case.plan)[-1] == ("SGD state", case.plan.totals["optimizer_bytes"])
     named = dict(case.reference.named_parameters())
-    train(case, [Torch(torch.optim.SGD(named.values(), lr=RATE, momentum=0.8))], 3)
+    referee = Referee("SGD", lambda groups, rule, rate: torch.optim.SGD(groups, lr=rate, momentum=rule.momentum), {})
+    monkeypatch.setitem(REFEREES, "sgd", referee)
+    train(case, reference(case, options, decay=0.0), 3)
     worst, where = relative(case.parameters(), named)
     assert worst < 1e-5, f"{where} is off by {worst}"
     again = goes_on(
@@ -323,8 +256,7 @@ def test_adafactor_leaves_the_layers_of_a_stack_that_take_no_part_in_the_loss():
     case = make_case("llama_fsdp", weight_decay=DECAY, more={"optim": "adafactor"}, **QUICK)
     case.step.trained = {f"model.layers.*.{name}": [True, False]}
     frozen = case.reference.get_parameter(f"model.layers.1.{name}").requires_grad_(False)
-    named = {name: p for name, p in case.reference.named_parameters() if p.requires_grad}
-    train(case, references("adafactor", named, {}), 3)
+    train(case, reference(case, {"optim": "adafactor"}), 3)
     worst, where = relative(case.parameters(), dict(case.reference.named_parameters()))
     assert worst < 1e-5, f"{where} is off by {worst}"
     assert torch.equal(frozen, case.parameters()[f"model.layers.1.{name}"])

@@ -10,13 +10,12 @@ from torch.nn.functional import logsigmoid
 
 from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
-from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.classifier import reward_config
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.reward import Reward
 from tests.step.test_packing import apart
 from tests.step.test_preferences import LENGTH, REFERENCE, WORDS, packed
-from tests.support.cases import make_case, relative, small_config
+from tests.support.cases import make_case, one_layer, relative
 from tests.support.chats import byte_tokenizer
 
 COEFFICIENT = 0.05
@@ -48,12 +47,17 @@ def expected(model: Any, columns: Columns, padding: int) -> tuple[torch.Tensor, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "padding", "accumulation"),
-    [("llama_tp", UNUSED, 2), ("mixtral_ep", byte_tokenizer().eos_token_id, 1)],  # the second ends every text
+    ("recipe", "mesh", "padding", "accumulation"),
+    [
+        ("llama_tp", "fsdp=2,tensor=2,sequence=2", UNUSED, 2),
+        ("mixtral_ep", None, byte_tokenizer().eos_token_id, 1),  # which ends every text
+    ],
 )
-def test_loss_and_every_gradient_are_the_plain_models(recipe: str, padding: int, accumulation: int) -> None:
-    config = reward_config(small_config(load_recipe(recipe), **WORDS))
-    case, columns = make_case(recipe, config, accumulation=accumulation, more=OPTIONS), pairs()
+def test_loss_and_every_gradient_are_the_plain_models(
+    recipe: str, mesh: str | None, padding: int, accumulation: int
+) -> None:
+    config = reward_config(one_layer(recipe, **WORDS))
+    case, columns = make_case(recipe, config, mesh=mesh, accumulation=accumulation, more=OPTIONS), pairs()
     case.step.placed.loss.objective.padding = padding
     loss, gradients = case.gradients(as_batch(columns))
     plain, _ = expected(case.reference, columns, padding)

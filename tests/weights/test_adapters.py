@@ -8,17 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
+from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
+from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.peft_config import CONFIG, WEIGHTS, read_config
 from shardwright.scripts.measure import adapters
-from shardwright.weights.adapter_weights import check_adapter, files_of, merge_factors
+from shardwright.weights.adapter_weights import check_adapter, files_of, merge_factors, weights_of
+from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.peft_files import prove, save_adapter
@@ -26,6 +29,7 @@ from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, plain_model, reference_loss
+from tests.support.hub_models import save_theirs
 from tests.support.jobs import job_of
 
 pytestmark = [
@@ -33,11 +37,14 @@ pytestmark = [
     # it looks for fused weights among modules, and honours them all the same
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:lora with eva initialization used with low_cpu_mem_usage=False:UserWarning"),
 ]
 # of scripts/measure/adapters.py's cases those that have most in them
 TABLE = [
     "rank_pattern, alpha_pattern",
-    "modules_to_save",
+    "trainable_token_indices",
+    "trainable_token_indices, a tied head",
+    "init_lora_weights eva",
     "use_dora, pissa, use_rslora",
     "GPT-OSS's recipe",
     "experts of transformers 4 (gate_proj, …)",
@@ -141,7 +148,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_data_is_read(tmp_pat
         ({"target_modules": ["w1"]}, "target_modules has w1, one of w1 and w3"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"init_lora_weights": "pissa", "r": 9999}, "rank 9999 and init_lora_weights pissa"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices="),
+        ({"trainable_token_indices": [1, -2]}, "trainable_token_indices .1, -2."),
         ({"r": "16"}, "r '16'"),
         ({"target_modules": ["nothing"], "target_parameters": None}, "none of its targets is a weight"),
         ({"target_modules": "("}, "adapter_config.json: error"),
@@ -160,6 +167,57 @@ def test_pefts_adapter_is_read_and_written_with_pefts_logits(name):
     there, back, moved = adapters.measured(*adapters.CASES[name])
     assert max(there, back) < adapters.TOLERANCE
     assert moved > 0.01
+
+
+@pytest.mark.parametrize(
+    ("tied", "fields"),
+    [
+        (False, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (
+            False,
+            {"trainable_token_indices": {"embed_tokens": [64, *range(57, 64), 56], "lm_head": list(range(56, 65))}},
+        ),
+        (True, {"trainable_token_indices": list(range(50, 65))}),
+        (False, {"trainable_token_indices": list(range(50, 65))}),
+    ],
+    ids=["whole", "rows", "tied rows", "a head that no file has"],
+)
+def test_tokens_that_were_added_for_an_adapter_are_the_models(tmp_path, tied, fields):
+    """PEFT's own way: the model gets nine tokens more, the adapter trains and saves them, and both are loaded so."""
+    sizes = {"vocab_size": 56, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=tied)
+    base, folder, again = (str(tmp_path / name) for name in ("base", "adapter", "again"))
+    save_theirs(tmp_path / "base", config)
+
+    def more_tokens():
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(65, mean_resizing=False)
+        return model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **fields)
+    saved = get_peft_model(more_tokens(), config)
+    for name, parameter in saved.named_parameters():
+        if parameter.requires_grad and "lora" not in name:
+            parameter.data += torch.randn_like(parameter)
+    saved.save_pretrained(folder)
+    ids = torch.arange(65).reshape(5, 13)
+    theirs = saved(input_ids=ids).logits
+    args = TrainingArguments(recipe="auto", model=base, adapter=folder, sequence_length=32)
+    job = Job.resolve(args, lambda: 8)
+    assert job.config.vocab_size == 65
+    if not tied and fields.get("trainable_token_indices") == list(range(50, 65)):
+        with pytest.raises(
+            UserError, match=r"of another shape: lm_head.weight \[56, 16\] where the config says \[65, 16\]"
+        ):
+            open_hub_weights(base, job.facts.whole, rows=job.rows_needed)
+        return
+    hub = open_hub_weights(base, job.facts.whole, rows=job.rows_needed)
+    source = weights_of(job, hub, None)
+    export(tmp_path / "merged", copy.deepcopy(job.model), merge_factors(source, source, job.lora, job.model))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, theirs, rtol=1e-5, atol=1e-5)
+    save_adapter(Folder(again), files_of(job), source, None, Console(quiet=True))
+    assert torch.equal(PeftModel.from_pretrained(more_tokens(), again)(ids).logits, theirs)
 
 
 def test_embeddings_that_peft_saved_beside_the_adapter_must_be_the_models(tmp_path):

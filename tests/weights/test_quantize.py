@@ -159,8 +159,27 @@ SAME = {
     "fp8, some": ("mixtral", {}, {r"experts\..*weight$": quantized.fp8_blocks()}),
     "mxfp4": ("gpt_oss", {}, {r"experts\.\w+_proj$": quantized.gpt_oss}),
     "int4": ("qwen3_moe", {"num_hidden_layers": 2}, {r"experts\..*weight$": quantized.int4}),
+    "fp8 a row": ("llama", {"num_hidden_layers": 2}, {quantized.PROJECTIONS.pattern: quantized.fp8_rows}),
+    "nvfp4": (
+        "llama",
+        {"num_hidden_layers": 2},
+        {quantized.PROJECTIONS.pattern: quantized.nvfp4(".weight_packed", ".weight_global_scale", divides=True)},
+    ),
+    "nf4": ("llama", {"num_hidden_layers": 2}, {r"self_attn": quantized.nf4}),
 }
+
+
+def compressed(format_name, **weights):
+    """Settings of compressed-tensors for all linear layers but the head."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "type": "float", **weights}, "format": format_name}
+    return {"config_groups": {"group_0": group}, "format": format_name, "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors", "quantization_status": "compressed"}  # fmt: skip
+
+
 SETTINGS = {
+    "fp8 a row": compressed("float-quantized", num_bits=8, strategy="channel"),
+    "nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16),
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
     "int4": {**INT4, "ignore": ["lm_head", "re:.*self_attn.*"]},
@@ -188,9 +207,10 @@ def test_the_format_of_the_base_is_written_again_and_what_was_not_trained_is_its
 
     def trained(asked):
         values = whole(base(asked)).to(torch.float32)
-        return values * 1.5 + 0.01 if asked == own else values
+        return values * 1.1 + 0.01 if asked == own else values
 
-    exported(tmp_path / "trained", base, format="same" if case == "mxfp4" else case.partition(",")[0], source=trained)
+    by_name = case.partition(",")[0]
+    exported(tmp_path / "trained", base, format=by_name if by_name in ("fp8", "int4") else "same", source=trained)
     found = tensors_in(tmp_path / "trained")
     assert {each: (t.shape, t.dtype) for each, t in found.items()} == {e: (t.shape, t.dtype) for e, t in there.items()}
     changed = {each for each in found if bytes_of(found[each]) != bytes_of(there[each])}
@@ -198,8 +218,13 @@ def test_the_format_of_the_base_is_written_again_and_what_was_not_trained_is_its
     parts = {
         weight.stem + tail for each, weight in base.published.packed.items() if each in members for tail in weight.parts
     }
-    assert changed == {part for part in parts if not part.endswith("_shape")}
-    after = whole(opened(tmp_path / "trained")(own)).float()
+    assert changed == {part for part in parts if not part.endswith(("_shape", "_global_scale", "map", "__nf4"))}
+    again = opened(tmp_path / "trained")
+    if settings[1]["quantization_config"]["quant_method"] == "compressed-tensors" and case != "int4":
+        theirs = plain_model(tmp_path / "trained", quantization_config=LOADERS["compressed-tensors"])
+        for each, parameter in theirs.named_parameters():
+            assert torch.equal(whole(again(each)).to(parameter.dtype), parameter), each
+    after = whole(again(own)).float()
     assert (after - trained(own)).norm() < 0.2 * trained(own).norm()
 
 
@@ -238,9 +263,17 @@ def base_of(family, **changes):
     return write
 
 
-def nf4_base(folder):
+def gptq_base(folder):
     save_theirs(folder, config_of("llama"))
-    quantized.quantize(folder, {r"mlp": quantized.nf4}, {"quant_method": "bitsandbytes"})
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    rows, columns = tensors.pop("model.layers.1.mlp.up_proj.weight").shape
+    codes, zeros = (torch.zeros(n, rows // 8 * m, dtype=torch.int32) for n, m in ((columns // 8, 8), (1, 1)))
+    parts = {"qweight": codes, "qzeros": zeros, "scales": torch.ones(1, rows, dtype=torch.float16)}
+    save_file(tensors | {f"model.layers.1.mlp.up_proj.{n}": t for n, t in parts.items()}, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def measured_base(folder):
@@ -282,7 +315,7 @@ REFUSED = {
         "int4",
         r"down_proj\.weight: its shape is \[64, 48\], where \[rows, columns in groups of 32\]",
     ),
-    "same of NF4": (nf4_base, "same", "a base in bitsandbytes"),
+    "same of GPTQ": (gptq_base, "same", r"a base in GPTQ[\s\S]*what the model computes of sample texts"),
     "same with scales of activations": (measured_base, "same", r"measured on its activations: .*q_proj\.input_scale"),
     "same with zeros": (uneven_base, "same", "symmetric is False in the config, where True is written"),
     "a weight that is infinite": (

@@ -12,6 +12,8 @@ SAME = "same"  # packed as the checkpoint is published
 PACKED = ["int8", "fp8", "fp8_rows", "mxfp4", "nf4"]
 BASE_DTYPES = ["float32", "bfloat16", *PACKED, SAME]
 INITS = ["true", "gaussian", "pissa", "olora"]
+# which changes A's start alone, so that PEFT can make it and a run go on from it
+EVA = "initialize_lora_eva_weights(model, batches), then save_pretrained(folder)"
 # the defaults of an adapter's options
 _UNSAID: dict[str, Any] = {
     **dict.fromkeys(("lora_alpha", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform")),
@@ -21,10 +23,12 @@ _UNSAID: dict[str, Any] = {
     "use_dora": False,
     "init_lora_weights": "true",
     "modules_to_save": None,
+    "trainable_token_indices": None,
 }
 _NITER = re.compile(r"pissa_niter_[1-9]\d?")
 _PATTERN = {"rank_pattern": r"[^=,]+=[1-9]\d{0,5}", "alpha_pattern": r"[^=,]+=\d{1,9}(\.\d+)?"}
 _LAYERS = re.compile(r"\d{1,5}(:\d{1,5})?")
+_TOKENS = re.compile(r"([^=,]+=)?\d{1,8}(:\d{1,8})?")
 
 
 @dataclass
@@ -57,6 +61,11 @@ class AdapterArguments(Checked):
     modules_to_save: str | None = option(
         None, "Train modules of these names whole, and save them with the adapter: `embed_tokens,lm_head`."
     )
+    trainable_token_indices: str | None = option(
+        None,
+        "Train these rows of the embedding by themselves: numbers of tokens, and ranges without their end, `5,9:12`; "
+        "of a head that is not tied to it too: `9:12,lm_head=9:12`.",
+    )
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead: rank-stabilised LoRA.")
     adapter: str | None = option(
         None, "Start from the LoRA adapter in this folder, as PEFT saves one, which says rank, scale and targets."
@@ -82,8 +91,9 @@ class AdapterArguments(Checked):
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format")
         self.check("lora_dropout", 0 <= self.lora_dropout < 1, "it is a probability", 0.05)
-        unread = self.init_lora_weights not in ("eva", "corda", "lora_ga")
-        self.check("init_lora_weights", unread, "its factors come from the training data, in a pass before it", "pissa")
+        why, start = "its factors come from the training data, in a pass before it", self.init_lora_weights
+        self.check("init_lora_weights", start != "eva", why, f"pissa; or --adapter with a folder of PEFT's: {EVA}")
+        self.check("init_lora_weights", start not in ("corda", "lora_ga"), why, "pissa")
         if not _NITER.fullmatch(self.init_lora_weights):
             self.choose("init_lora_weights", INITS)
         for name, known in _PATTERN.items():
@@ -92,6 +102,9 @@ class AdapterArguments(Checked):
         layers = (self.layers_to_transform or "0").split(",")
         good = all(_LAYERS.fullmatch(word.strip()) for word in layers)
         self.check("layers_to_transform", good, "no numbers of layers", "0,8:16")
+        tokens = (self.trainable_token_indices or "0").split(",")
+        good = all(_TOKENS.fullmatch(word.strip()) for word in tokens)
+        self.check("trainable_token_indices", good, "no numbers of tokens", "5,9:12")
         if self.base_dtype != "bfloat16" and not self.has_adapter:
             raise UserError(
                 asked=f"--base_dtype {self.base_dtype}",

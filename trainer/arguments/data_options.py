@@ -18,9 +18,10 @@ class DataArguments(Checked):
 
     dataset: str | None = option(
         None,
-        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit), with "
-        "#split if that is not `train`; or several, mixed by their sizes (a.jsonl,b.jsonl) or each with its "
-        "share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the source of Python's standard library.",
+        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, also in a bucket (gs://, s3://), or a hub id "
+        "(id:configuration, id@commit), with #split if that is not `train`; or several, mixed by their sizes "
+        "(a.jsonl,b.jsonl) or each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the source of "
+        "Python's standard library.",
     )
     text_column: str | None = option(
         None,
@@ -38,14 +39,16 @@ class DataArguments(Checked):
     )
     train_on: str = option(
         "all",
-        "Turns of a chat to learn: `all`, or the `last` alone. A turn that the chat template writes otherwise once the "
-        "chat goes on, as those that leave out earlier reasoning do, is a sample of its own.",
+        "Turns of a chat to learn: `all`, as the families' published recipes do, or the `last` alone. A turn that the "
+        "chat template writes otherwise once the chat goes on, as those that leave out earlier reasoning do, is a "
+        "sample of its own.",
         choices=TRAIN_ON,
     )
     chat_template: str | None = option(
         None,
-        "Write chats by this template in place of the tokenizer's: `chatml`, or a file in Jinja. It is kept with the "
-        "model, and the word that ends a turn ends a generation.",
+        "Write chats by this template in place of the tokenizer's: `chatml`, a file in Jinja, the folder or hub id of "
+        "a tokenizer that has it, or a name of the tokenizer's own (`tool_use`). It is kept with the model, and the "
+        "word that ends a turn ends a generation.",
     )
     split_special_tokens: bool | None = option(
         None,

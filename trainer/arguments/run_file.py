@@ -1,7 +1,5 @@
 """A run as a file: the options in YAML or JSON that ``--config`` reads, and the `run.yaml` of an output folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -102,7 +102,7 @@ class RunCheckpoint:
                 tokenizer("text")  # it reads some settings only now
             except Exception as error:  # of many types, as in _json
                 raise self._unusable(manifest.TOKENIZER, error) from error
-            weakref.finalize(tokenizer, undo.pop_all().close)  # as long as it lives, its files can be copied
+            weakref.finalize(tokenizer, undo.pop_all().close)  # its files can be copied as long as it lives
             return tokenizer
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:

@@ -99,7 +99,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """A stored tensor; its pieces tile it."""
 
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ class Entry:
     pieces: Sequence[Piece]
 
 
-def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[str, Entry]:
+def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[str, IndexEntry]:
     """The tensors of an index: name -> {dtype, shape, pieces: [{file, begin, length, offsets, shape}, …]}.
 
     ``files`` are the sizes of the files of tensors in bytes, and ``around`` the bytes that a piece may have beside its
@@ -129,7 +129,7 @@ def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[st
     return entries
 
 
-def _entry(name: str, value: Any, around: int) -> Entry:
+def _entry(name: str, value: Any, around: int) -> IndexEntry:
     shown, shape, dtype = repr(name[:200]), _counts(value["shape"]), DTYPES[value["dtype"]]
     pieces = []
     for each in value["pieces"]:
@@ -145,7 +145,7 @@ def _entry(name: str, value: Any, around: int) -> Entry:
         layers = shape[0] if shape else 0
         if not 0 < layers <= MOST_LAYERS or len(numbers_of(name) or range(layers)) != layers:
             raise ValueError(f"the stack {shown} of shape {list(shape)} has other layers than its name says")
-    return Entry(shape, dtype, pieces)
+    return IndexEntry(shape, dtype, pieces)
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
@@ -186,7 +186,7 @@ class StoredTensors:
         self,
         folder: Folder,
         listing: str,
-        read: Callable[[bytes], dict[str, Entry]],
+        read: Callable[[bytes], dict[str, IndexEntry]],
         begin: Callable[[IO[bytes], Piece, int], int] = lambda file, piece, count: piece.begin,
     ) -> None:
         self.folder, self.begin, data = folder, begin, folder.read(listing)
@@ -225,7 +225,7 @@ class StoredTensors:
                 return Stack(layers)
         raise KeyError(name)
 
-    def _read(self, name: str, entry: Entry, where: Slices) -> torch.Tensor:
+    def _read(self, name: str, entry: IndexEntry, where: Slices) -> torch.Tensor:
         """A part of a stored tensor, put together from its pieces."""
         wanted = [range(*part.indices(size)) for part, size in zip(where, entry.shape, strict=True)]
         out = torch.empty([len(part) for part in wanted], dtype=entry.dtype)

@@ -15,7 +15,7 @@ from shardwright.models.adapters.lora import own_parameters
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.lines import waiting
 from shardwright.weights.adapter_weights import files_of, weights_of
-from shardwright.weights.formats.published import base_dtype
+from shardwright.weights.formats.plain_weights import base_dtype
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.hub_write import export, kept_in_float32
 from shardwright.weights.on_devices import LiveWeights

@@ -44,7 +44,7 @@ _OVER.set_result(None)
 
 
 def _over(future: Future[Any]) -> bool:
-    """Whether all hosts' have ended: one that went on, or wrote out its model, alone would compute what none joins."""
+    """Whether all hosts' writes have ended: one that went on alone would wait for the others in a computation."""
     return future is _OVER or all(hosts().gather(future.done()))
 
 
@@ -58,7 +58,7 @@ def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[i
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A save that has ended: its step, its bytes, and the seconds that writing took, to the staging folder if any."""
 
     step: int
@@ -90,7 +90,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.run = ""  # this life's name
         self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[Saved | None] = _OVER
+        self._writing: Future[SaveResult | None] = _OVER
         # a copy under way must not hold up the save after SIGTERM
         self._copy_hosts = hosts().beside() if staging is not None else self._hosts
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
@@ -121,7 +121,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self.check_held()
         own = resume if resume is not None and resume.folder == folder_of(self.output, resume.step) else None
         steps = steps_in(self.output)
-        stay = steps  # if the lineage is damaged, all may be the run's
+        stay = steps  # all of them if the lineage is damaged: each may be the run's
         with suppress_damage():
             stay = [step for step in noted_steps(self.output) if own is None or step > own.step]
         for step in steps:
@@ -133,7 +133,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         return line
 
     def _clear(self, staging: Staging) -> None:
-        """Removes earlier lives' staged checkpoints: they have arrived, or this life goes another way."""
+        """Removes staged checkpoints of earlier lives: they are in the output folder, or are not this life's."""
         for step in steps_in(staging.place):
             if not manifest.is_whole(folder_of(self.output, step)):
                 place = folder_of(staging.place, step)
@@ -142,7 +142,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def save(
         self, state: Tensors, host: Mapping[str, Any], trainer_state: TrainerState, *, urgent: bool = False
-    ) -> tuple[float, Saved | None]:
+    ) -> tuple[float, SaveResult | None]:
         """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
         If ``urgent``, as the process may be killed soon, it does not wait for a copy from the staging folder. Returns
@@ -159,7 +159,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         host = {**host, "lineage": {str(step): mark for step, mark in self.lineage.items()}}
         texts = {**self.texts, "host.json": as_json(host), "trainer_state.json": as_json(asdict(trainer_state))}
         fill = functools.partial(_fill, self._hosts, snapshot, shapes, texts)
-        # a path, to another folder's checkpoint, is not this run's to remove
+        # a path leads to another folder's checkpoint, which this run may not remove
         match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
         best = int(match[1]) if match else None
         self._writing = self._thread.submit(self._write, host["step"], fill, best, urgent)
@@ -169,16 +169,16 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         """Whether this run's checkpoint of ``step`` is whole in ``output``."""
         return step in self.lineage and step not in self._waiting
 
-    def finished(self) -> Saved | None:
+    def finished(self) -> SaveResult | None:
         """The write that has ended on all hosts since the last call, if one has; raises StorageError if it failed."""
         if not _over(self._writing):
             return None
         saved = self._written()
-        if saved is None and _over(self._copying):  # and no write under way begins another
+        if saved is None and _over(self._copying):  # no write is under way that could begin another copy
             self._copied()
         return saved
 
-    def wait(self, *, must_arrive: bool = True) -> Saved | None:
+    def wait(self, *, must_arrive: bool = True) -> SaveResult | None:
         """Waits for the write under way, which it returns, and for the copies of staged checkpoints to ``output``.
 
         If they ``must_arrive``, those that could not be copied are tried once more. Raises StorageError if one failed.
@@ -199,7 +199,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             )
         return saved
 
-    def _written(self) -> Saved | None:
+    def _written(self) -> SaveResult | None:
         writing, self._writing = self._writing, _OVER
         return self._ended(writing)
 
@@ -229,7 +229,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     # ---- in the threads ----
 
-    def _write(self, step: int, fill: Callable[[Folder], Files], best: int | None, urgent: bool) -> Saved:
+    def _write(self, step: int, fill: Callable[[Folder], Files], best: int | None, urgent: bool) -> SaveResult:
         started, job, files = time.perf_counter(), self._hosts, None
         if self.staging is not None and (urgent or len(self._waiting) < MOST):
             files = self._stage(self.staging, step, fill, best)
@@ -239,7 +239,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self._note(step, job.once(lambda: manifest.mark(folder_of(self.output, step))))
             self._expire(job, best)
         size = sum(int(entry["bytes"]) for entry in files.values())
-        return Saved(step, size, time.perf_counter() - started)
+        return SaveResult(step, size, time.perf_counter() - started)
 
     def _stage(self, staging: Staging, step: int, fill: Callable[[Folder], Files], best: int | None) -> Files | None:
         """Writes a checkpoint into the staging folder, to be copied from there; None if that has no room for it."""
@@ -260,7 +260,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def _copy_until(self, staging: Staging, newest: int) -> None:
         """Copies the checkpoints staged up to step ``newest``; those that can't be written stay there."""
         job = self._copy_hosts
-        # the first host says which: the other thread of another host may be a save ahead
+        # the first host says which: on another host the writing thread may be a save ahead
         for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
             source, started = folder_of(staging.place, step), time.perf_counter()
             try:

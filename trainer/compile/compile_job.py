@@ -15,6 +15,8 @@ from shardwright.compile.report.estimate import given_efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
+from shardwright.evaluation.teacher import teacher_job
+from shardwright.evaluation.teacher_rows import TEACHER_PASS
 from shardwright.job import Job
 from shardwright.layout.mesh import Mesh
 from shardwright.step.auto_remat import with_remat
@@ -39,6 +41,8 @@ class CompileJob:
         job = Job.resolve(args, lambda: where.devices)
         if args.sample_prompts is not None:
             expected_shape(job)  # as are bad prompts
+        if args.teacher is not None:
+            teacher_job(job)  # and a bad teacher
         return cls(job, options)
 
     def with_batch(self, rows: int) -> CompileJob:
@@ -104,7 +108,7 @@ class CompileJob:
             return report
         for graph in others:
             lowered = lower(job, graph, compiler_flags=flags, chip=where.chip)
-            report = report.beside(graph, compile_for(lowered, target))
+            report = report.beside(graph, compile_for(lowered, target), alone=graph == TEACHER_PASS)
         return report
 
 

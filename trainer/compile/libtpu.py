@@ -29,7 +29,7 @@ from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import find_topology
 from shardwright.xla.libtpu_library import Library, find_library
 
-_FORMAT = 4  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
+_FORMAT = 5  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
 _CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")

@@ -18,6 +18,8 @@ from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder, 
 from shardwright.evaluation.generate import can_cache
 from shardwright.evaluation.prompt_samples import expected_shape, sampling_of
 from shardwright.evaluation.reference_rows import REFERENCE_PASS, ReferenceStep
+from shardwright.evaluation.teacher import teacher_job
+from shardwright.evaluation.teacher_rows import TEACHER_PASS
 from shardwright.job import Job
 from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.layout.plan import ParameterPlan
@@ -52,6 +54,8 @@ def graphs_of(job: Job) -> tuple[str, ...]:
     names = [TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ())]
     if job.args.entry.reference:
         names.append(REFERENCE_PASS)
+    if job.args.teacher is not None:
+        names.append(TEACHER_PASS)
     if job.args.sample_prompts is not None:
         names += [PROMPTS, NEXT_TOKEN] if can_cache(job.model) else [NEXT_TOKEN]
     return tuple(names)
@@ -67,9 +71,10 @@ def lower(
 ) -> LoweredGraph:
     """One of :func:`graphs_of` the job as HLO, with the kernels of ``platform``, ``tpu`` or ``cpu``.
 
-    ``compiler_flags`` are as LIBTPU_INIT_ARGS holds them.
+    ``compiler_flags`` are as LIBTPU_INIT_ARGS holds them. Raises UserError for a teacher that can't be laid out.
     """
     init_runtime()
+    job = teacher_job(job) if graph == TEACHER_PASS else job
     # autograd asks the device for its context, which only a first computation makes
     torch.ones(1, device=torch_xla.device()).cpu()
     mesh = AbstractMesh(job.plan.mesh, chip)
@@ -146,7 +151,9 @@ def _trace_layer(job: Job, mesh: AbstractMesh, *, reads: bool) -> Traced:
 
 
 def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
-    step, batch = ReferenceStep(_placed(job, mesh)), _batch(job, job.evaluation_rows)
+    # a teacher has a column of its own; it is asked for all its words, a few rows more than it shares with a student
+    step = ReferenceStep(_placed(job, mesh), job.args.goal.teacher)
+    batch = _batch(job, job.evaluation_rows)
     del batch[step.column]
     values = step.trace(batch)
     return {"logps": values}, {"logps": batch_spec(values.dim(), job.recipe.batch)}, ()
@@ -168,7 +175,7 @@ _TRACED: dict[str, Callable[[Job, AbstractMesh], Traced]] = {
     EVALUATION: _trace_evaluation,
     LOADING: functools.partial(_trace_layer, reads=False),
     READING: functools.partial(_trace_layer, reads=True),
-    REFERENCE_PASS: _trace_reference,
+    **dict.fromkeys((REFERENCE_PASS, TEACHER_PASS), _trace_reference),
     PROMPTS: functools.partial(_trace_generation, next_token=False),
     NEXT_TOKEN: functools.partial(_trace_generation, next_token=True),
 }

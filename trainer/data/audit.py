@@ -45,6 +45,8 @@ SAID = {
     "not read": "a field without effect on tokens or labels",
     "special name": "texts that hold the name of a special token, spelt as letters",
     "merged": "the prompt's last token runs on into the completion, and is scored",
+    "turn alone": "a turn that the chat template writes otherwise once the chat goes on: a sample of its own",
+    "earlier turn": "a turn before a chat's last: not trained on, by --train_on last",
     "duplicate": "the very tokens of an earlier sample",
     "held out too": "the very tokens of a sample that is trained on",
 }
@@ -59,6 +61,10 @@ DECIDE = {
     "special name": "is it talk about the token, or the token? --split_special_tokens says which",
     "merged": "should the completion begin with a token of its own? Then end the prompt, or begin the completion, with "
     "a space or a line end",
+    "turn alone": "is every answer to be learned, each as the model saw it, though the template forgets its reasoning "
+    "afterwards? All are by default, as the families' published recipes do; --train_on last takes each chat's last "
+    "answer",
+    "earlier turn": "is the last answer all that a chat shall teach? --train_on all takes each of them",
     "duplicate": "should these samples count twice? If not: take the copies out",
     "held out too": "an evaluation on them measures learning by heart: another --eval_dataset, or take the copies out",
 }
@@ -136,6 +142,8 @@ class _Auditor:
                 self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
             elif name == "merged" and count:
                 self.note("merged", place)
+            elif choice := {"turns alone": "turn alone", "earlier turns": "earlier turn"}.get(name if count else ""):
+                self.note(choice, place, f"turns: {count}")
         for name, _ in unread_of(sample.counts):
             self.note("lost" if is_meant(name) else "not read", place, name)
         self._keep(place, sample, kept)

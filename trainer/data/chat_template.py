@@ -1,4 +1,4 @@
-"""`--chat_template`: another template than the tokenizer's own, by name or from a file, kept with the tokenizer."""
+"""`--chat_template`: another template than the tokenizer's, by name, from a file or of another tokenizer."""
 
 import copy
 import json
@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwright.data.samples.template_trial import try_template
-from shardwright.data.tokenizer import trained_tokenizer
+from shardwright.data.tokenizer import open_tokenizer, trained_tokenizer
 from shardwright.errors import UserError, in_short
+from shardwright.files.hub_names import is_hub_name
 from shardwright.objectives.objective import RecordShape
 
 DEFAULT = "chatml"  # for a tokenizer that is trained on chats
 _SHIPPED = Path(__file__).parent / "chat_templates"
+_OF_FILES = (".jinja", ".jinja2", ".j2", ".txt")
 _ANSWER = "\U000f0000"  # a character for private use, which no template writes
 _WORD = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 AnyTokenizer = TypeVar("AnyTokenizer", bound=PreTrainedTokenizerBase)
@@ -26,19 +28,40 @@ def template_names() -> list[str]:
     return sorted(path.stem for path in _SHIPPED.glob("*.j2"))
 
 
-def template_text(asked: str) -> str:
-    """The template called ``asked``, or in the file of that name; raises UserError if there is none."""
-    path = _SHIPPED / f"{asked}.j2"
-    shipped = asked in template_names()
+def template_text(asked: str, own: PreTrainedTokenizerBase | None = None) -> str:
+    """The template ``asked``: one that is shipped here, one of several that ``own`` has, a file's, or that of a
+    tokenizer, a folder or a hub id; raises UserError if there is none.
+    """
+    if asked in template_names():
+        return (_SHIPPED / f"{asked}.j2").read_text(encoding="utf-8")
+    if asked in (named := _named(own)):
+        return named[asked]
+    path, why = Path(asked).expanduser(), "it says how messages become text"
+    names = ", ".join([*template_names(), *named])
+    instead = f"a file with a template in Jinja, a tokenizer's folder or hub id, or a name: {names}"
     try:
-        return (path if shipped else Path(asked).expanduser()).read_text(encoding="utf-8")
+        if path.is_dir() or ("/" in asked and is_hub_name(asked) and path.suffix not in _OF_FILES):
+            return _of_tokenizer(str(path) if path.is_dir() else asked)
+        return path.read_text(encoding="utf-8")
+    except UserError as error:
+        raise type(error)(asked=f"--chat_template {asked}", found=error.found, why=why, instead=instead) from error
     except (OSError, ValueError) as error:
-        raise UserError(
-            asked=f"--chat_template {asked}",
-            found=in_short(error),
-            why="it says how messages become text",
-            instead=f"a file with a template in Jinja, or a name: {', '.join(template_names())}",
-        ) from error
+        raise UserError(asked=f"--chat_template {asked}", found=in_short(error), why=why, instead=instead) from error
+
+
+def _named(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+    """Name → template of a tokenizer that has several, such as `default`, `tool_use` and `rag`."""
+    found: Any = None if tokenizer is None else tokenizer.chat_template
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _of_tokenizer(name: str) -> str:
+    """The template of the tokenizer ``name``, the default one of several; ValueError if it has none."""
+    opened = open_tokenizer(name)
+    text = _named(opened).get("default", opened.chat_template)
+    if not isinstance(text, str):
+        raise ValueError(f"the tokenizer of {name} has {'several chat templates' if text else 'no chat template'}")
+    return text
 
 
 def words_of(text: str) -> list[str]:
@@ -85,7 +108,7 @@ def with_chat_template(tokenizer: AnyTokenizer, asked: str) -> AnyTokenizer:
     one that nothing has trained: where the vocabulary does not have the word, the end-of-text token stands in its
     place in the template, and other such words are letters. Raises UserError if the template can't be rendered.
     """
-    made, text = copy.deepcopy(tokenizer), template_text(asked)
+    made, text = copy.deepcopy(tokenizer), template_text(asked, tokenizer)
     begins = made("", verbose=False)["input_ids"][:1] == [made.bos_token_id]
     made.chat_template = "{{- bos_token -}}\n" * (begins and asked in template_names()) + text
     end = _ending(made, asked)

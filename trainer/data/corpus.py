@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_document
 from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sized, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
-from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
+from shardwright.data.rows.rows import Rows, StoredRows, load_rows, quiet_scratch, write_rows
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.data.samples.tally import notes, unread_notes
 from shardwright.data.samples.template import Template
@@ -45,7 +44,6 @@ from shardwright.data.tokenizer import (
 )
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
-from shardwright.files.scratch import scratch_folder
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
@@ -190,7 +188,7 @@ def _stored_corpus(
         documents = documents.evaluated_on(others)
     check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
-    with _scratch_in(root) as scratch:
+    with quiet_scratch(root) as scratch:
 
         @functools.cache  # the documents are read once, and only if something is not in the cache
         def split() -> dict[str, Dataset]:
@@ -232,7 +230,7 @@ def load_rows_of(
     check_samples(options, documents.shape, tokenizer)
     packing, root = _Packing(options, documents.shape, tokenizer), cache_root(None)
     folder = root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing.key])
-    with _scratch_in(root) as scratch:
+    with quiet_scratch(root) as scratch:
 
         def build(folder: Path) -> None:
             all_of_it = {"test": documents.read(scratch / "documents")[TRAIN]}
@@ -259,7 +257,7 @@ def _streamed_corpus(
         texts = (text for _, text, held in first_documents(stream, fraction) if not held)
         of, key = RecordTexts(stream.shape, str(options.chat_template), lambda: texts), [CACHE_FORMAT, stream.identity]
         folder = root / "tokenizers" / digest([*key, fraction, vocab_size, "stream", *of.special_words])
-        with _scratch_in(root) as scratch:
+        with quiet_scratch(root) as scratch:
             tokenizer = of.tokenizer(folder, scratch, vocab_size)
     packing = _Packing(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
@@ -293,24 +291,6 @@ def _sample(documents: Dataset) -> Iterator[str]:
         text = documents[index]["text"]
         budget -= len(text)
         yield text
-
-
-@contextmanager
-def _scratch_in(root: Path) -> Iterator[Path]:
-    """A folder in ``root`` for a while, in which the bars of `datasets` are switched off.
-
-    They flash by for small data and break the console's own live line.
-    """
-    # semi-private, one switch for the whole process: datasets/utils/tqdm.py, datasets 5.2
-    shown = not datasets.are_progress_bars_disabled()
-    if shown:
-        datasets.disable_progress_bars()
-    try:
-        with scratch_folder(root, "scratch-") as scratch:
-            yield scratch
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class GenerationShape:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """The rule by which the next token is chosen."""
 
     temperature: float = 0.0  # divides the logits; 0: the token with the highest logit is taken
     top_p: float = 1.0  # only the likeliest tokens are drawn from, as many as have this probability together

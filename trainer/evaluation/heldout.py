@@ -51,7 +51,7 @@ class Evaluator:
         entries: dict[str, float] = {}
         for name, given in (self.sets if sets is None else sets).items():
             rows = given.spread(self._most)
-            if len(rows) < len(given):  # of its own sets a run has said so
+            if len(rows) < len(given):  # for its own sets the run has said so at its start
                 say(self._console, f"eval:    {len(rows):,} of {len(given):,} rows evaluated (--max_eval_rows)")
             found = self.step(self._batches(rows, stoppable)).named(prefix_of(name, prefix))
             if stoppable and self._stop.any:

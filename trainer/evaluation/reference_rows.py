@@ -6,6 +6,7 @@ A resumed run has trained weights, so it reads the values that its first life wr
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import first_name, is_stacked
-from shardwright.models.adapters.lora import B0, B, M
+from shardwright.models.adapters.lora import B0, ROWS, B, M, T
 from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.objectives.objective import Objective
@@ -77,7 +78,8 @@ class ReferenceStep:
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
-            found = without_factors(self.placed.parameters, self.placed.job.plan)
+            rows = {name: buffer for name, buffer in self.placed.model.named_buffers() if name.endswith(ROWS)}
+            found = without_factors(self.placed.parameters, self.placed.job.plan, rows)
             plain = {name: sharding.constrain(p, mesh, specs[name]) for name, p in found.items()}
             parameters = {**self.placed.parameters, **plain}
             one = torch.ones((), device=inputs["labels"].device)
@@ -86,14 +88,19 @@ class ReferenceStep:
             return sharding.constrain(values, mesh, batch_spec(values.dim(), self.placed.batch_axes))
 
 
-def without_factors(parameters: Tensors, plan: ShardingPlan | None = None) -> Tensors:
-    """The factors among ``parameters`` at values where they do nothing: zeros, or the lengths of the weight's rows.
+def without_factors(
+    parameters: Tensors, plan: ShardingPlan | None = None, rows: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> Tensors:
+    """The factors among ``parameters`` at values where they do nothing: zeros, or the weight's rows or their lengths.
 
-    ``plan`` says which weights are packed, and how; None: none is.
+    ``plan`` says which weights are packed, and how; None: none is. ``rows``: buffers with the numbers of trained rows.
     """
     found: Tensors = {name: torch.zeros_like(p) for name, p in parameters.items() if name.endswith((B, B0))}
     for name in (name for name in parameters if name.endswith(M)):
         found[name] = _lengths(name.removesuffix(M), parameters, plan).to(parameters[name].dtype)
+    for name in (name for name in parameters if name.endswith(T)):
+        weight, numbers = parameters[name.removesuffix(T)], rows[name.removesuffix(T) + ROWS]
+        found[name] = weight.index_select(0, numbers).to(parameters[name].dtype)
     return found
 
 

@@ -27,20 +27,29 @@ _SHARED = (
 
 
 def teacher_of(student: Job, tokenizer: PreTrainedTokenizerBase | None) -> Job | None:
-    """The job of ``--teacher``, whose recipe is made for it; None: there is none.
+    """The job of ``--teacher``, of which a run asks weights and a tokenizer; None: there is none.
 
-    It computes in the student's dtype. Raises UserError if it is no model with weights, can't run on these devices, or
-    its tokenizer or vocabulary is not the student's, which is ``tokenizer``.
+    Raises UserError as :func:`teacher_job`, or if it is no model with weights, or its tokenizer is not the student's,
+    which is ``tokenizer``.
+    """
+    if student.args.teacher is None:
+        return None
+    job = teacher_job(student)
+    if not means_weights(str(job.args.model), False):
+        raise _refused(student.args.teacher, "a config alone", "random weights teach nothing", "a folder with weights")
+    _check_tokenizer(student.args.teacher, str(job.args.model), vocabulary_of(student, job), tokenizer)
+    return job
+
+
+def teacher_job(student: Job) -> Job:
+    """The job of ``--teacher``, whose recipe is made for it; it computes in the student's dtype.
+
+    Raises UserError if it can't run on these devices, or the vocabularies have too few tokens.
     """
     args = student.args
-    if args.teacher is None:
-        return None
-    name = model_path(os.path.expanduser(args.teacher))
-    if not means_weights(name, False):
-        raise _refused(args.teacher, "a config alone", "random weights teach nothing", "a folder with weights")
     dtype, parts = student.recipe.compute.dtype, student.plan.sequence
     found = TrainingArguments(
-        model=name,
+        model=model_path(os.path.expanduser(str(args.teacher))),
         recipe=AUTO,
         mesh=None if parts is None else f"fsdp=-1,{SEQUENCE}={student.plan.mesh[parts]}",
         bf16=None if dtype is None else dtype == "bfloat16",
@@ -61,7 +70,6 @@ def teacher_of(student: Job, tokenizer: PreTrainedTokenizerBase | None) -> Job |
             why="it counts tokens of it",
             instead=f"--teacher_top_k {words}, which is all of them",
         )
-    _check_tokenizer(args.teacher, str(job.args.model), words, tokenizer)
     return job
 
 

@@ -97,7 +97,7 @@ def _scored(columns: Columns) -> np.ndarray:
     return (targets(as_batch(columns)["labels"]) != IGNORE).numpy()
 
 
-class Taught:
+class TaughtCorpus:
     """The rows of a run, to train on and of evaluated sets, with the values of the ``teacher``'s job.
 
     Raises UserError if they are not those of one stored dataset.
@@ -167,7 +167,7 @@ class Taught:
 
     def _compute(self, missing: Mapping[str, TaughtRows], console: Console) -> None:
         job = self.teacher
-        source = open_hub_weights(str(job.args.model), job.facts.whole, console)
+        source = open_hub_weights(str(job.args.model), job.facts.whole, console, rows=job.rows_needed)
         mesh = build_mesh(job.recipe.mesh)
         with waiting(console, "placing the teacher on the devices …"), reading(source, console):
             placed = place_model(job, mesh, weights_of(job, source, None))
@@ -229,14 +229,14 @@ def _publish(part: Path, folder: Path) -> None:
 def taught(corpus: Corpus, job: Job, teacher: Job | None, console: Console) -> Corpus:
     """``corpus`` with what ``teacher`` says of its rows, its held-out sets cut to the evaluated ones.
 
-    Raises UserError if the objective needs a teacher and neither it nor the rows have one, or as :class:`Taught`.
+    Raises UserError if the objective needs a teacher and neither it nor the rows have one, or as :class:`TaughtCorpus`.
     """
     if (column := job.args.goal.teacher) is None:
         return corpus
     if teacher is None:
         _check_given(corpus, column)
         return corpus
-    found = Taught(corpus, job, teacher)
+    found = TaughtCorpus(corpus, job, teacher)
     found.learn(console)
     heldout = next(iter(found.sets.values()))
     return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {})

@@ -45,7 +45,7 @@ def file_header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], **meta
     return len(text).to_bytes(8, "little") + text
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor in a header; it lies in [begin, end) of a file's bytes."""
 
     dtype: str  # the header's name of it
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     end: int
 
 
-def read_header(read: Callable[[int, int], bytes]) -> dict[str, Entry]:
+def read_header(read: Callable[[int, int], bytes]) -> dict[str, HeaderEntry]:
     """The tensors of a file by name; ``read`` returns its bytes from one place up to another.
 
     Raises ValueError for what is no header, or names a tensor twice (safetensors' own reader takes the last one).
@@ -75,7 +75,7 @@ def read_header(read: Callable[[int, int], bytes]) -> dict[str, Entry]:
     entries = {}
     for name, entry in found.items():
         begin, end = (8 + size + offset for offset in entry["data_offsets"])
-        entries[name] = Entry(entry["dtype"], tuple(entry["shape"]), begin, end)
+        entries[name] = HeaderEntry(entry["dtype"], tuple(entry["shape"]), begin, end)
     return entries
 
 

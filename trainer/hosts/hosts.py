@@ -22,7 +22,7 @@ from shardwright.hosts.restarts import note
 from shardwright.hosts.watchdog import CONNECT, Watchdog
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=1)  # the watchdog finds a lost host long before, and a host may read data for hours
+PATIENCE = timedelta(days=1)  # a host may read data for hours; a lost one is found by the watchdog, long before
 _SHOWN = 300  # characters of a difference
 
 
@@ -113,13 +113,13 @@ class Hosts:
                 )
 
     def beside(self) -> Hosts:
-        """The same hosts for another thread, which calls in an order of its own."""
+        """The same hosts for another thread, whose calls are in an order of their own."""
         group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.several else None
         return Hosts(self.index, self.count, self.watchdog, group)
 
     @contextlib.contextmanager
     def answerable(self) -> Iterator[None]:
-        """Ends the other hosts too if this one ends inside the ``with``: they would wait for it in a computation."""
+        """Within it an error that ends this host ends the others, which would wait for it in a computation."""
         try:
             yield
         except BaseException as error:

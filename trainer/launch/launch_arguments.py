@@ -13,7 +13,7 @@ _LONGEST_NAME = 40
 
 @dataclass
 class LaunchArguments(Checked):
-    """Where and how to start a run. Times are seconds."""
+    """The machines and commands that start a run. Times are seconds."""
 
     topology: str | None = option(None, "TPU slice to run on, as scripts/compile.py names it: v5p:2x2x4, v6e:4x4, …")
     slices: int = option(1, "Slices of that topology, joined by the data-centre network.")

@@ -19,17 +19,17 @@ class LaunchPlan:
     folders: dict[str, Path] = field(default_factory=dict)  # name → folder of Python modules that is copied there
 
 
-class _Dumper(yaml.SafeDumper):
+class _BlockDumper(yaml.SafeDumper):
     def represent_str(self, data: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
-_Dumper.add_representer(str, _Dumper.represent_str)
+_BlockDumper.add_representer(str, _BlockDumper.represent_str)
 
 
 def as_yaml(value: Any) -> str:
     """YAML in the order of the keys; texts of several lines become blocks."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+    return yaml.dump(value, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True)
 
 
 def script(commands: list[list[str]]) -> str:

@@ -12,7 +12,7 @@ from shardwright.errors import UserError
 from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan import Packed, ParameterPlan, ShardingPlan
-from shardwright.models.adapters.lora import A0, A, base_of
+from shardwright.models.adapters.lora import A0, A, T, base_of
 from shardwright.models.adapters.packings.registry import SCALE, Packing, Part, Weight
 
 
@@ -32,7 +32,9 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
         suffix, shape = name.removeprefix(base), tuple(parameter.shape)
         # the weight's dimension that the factor has too, and that dimension in the factor, whose other is the rank
         columns = len(plan[base].shape) - 1
-        shared, long = (columns - transposed, columns) if suffix in (A, A0) else (columns - 1 + transposed, columns - 1)
+        shared, long = (
+            (columns - transposed, columns) if suffix in (A, A0, T) else (columns - 1 + transposed, columns - 1)
+        )
         layout = _factor_layout(plan, plan[base], shared, shape, long)
         like = replace(plan[base], name=name, pattern=plan[base].pattern + suffix, shape=shape)
         entries.append(replace(like, dtype=dtype, layout=layout, trained=parameter.requires_grad))

@@ -30,7 +30,7 @@ UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # a sta
 AXES = ("data", "fsdp", "inner", "expert", "tensor", SEQUENCE)  # from the one that communicates least
 _SHORT = {"dp": "data", "ep": "expert", "tp": "tensor", "cp": SEQUENCE, "sp": SEQUENCE}  # others' words for these
 _EXPERT_AXIS = 4  # the default size, at most
-_MOST = 256  # devices; beyond, dimensions that divide no further would be left whole
+_MOST = 256  # devices of one copy: on more, dimensions that do not divide would be left whole
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class ParameterPlan:
         """
         found = []
         for name, lacks in self.optimizer(optim).state(self._shape_in_a_layer).items():
-            dim = len(self.shape) - lacks  # where none is lacking the rank, which is no dimension
+            dim = len(self.shape) - lacks  # the rank, which is no dimension, for a state that lacks none
             shape = (*self.shape[:dim], *self.shape[dim + 1 :])
             layout = {axis: Shard(s.dim - (s.dim > dim)) for axis, s in self.layout.items() if s.dim != dim}
             found.append(replace(self, name=name, shape=shape, dtype=dtype, layout=layout))
@@ -276,7 +276,7 @@ def _resolved(
     except UserError as error:
         if mends is None or not (offered := mends.mesh()):
             raise
-        fixed = math.prod(recipe.mesh.axes.values()) * math.prod(recipe.mesh.dcn.values())  # negative: one is -1
+        fixed = math.prod(recipe.mesh.axes.values()) * math.prod(recipe.mesh.dcn.values())  # negative: one factor is -1
         raise error.with_instead(", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
     names, aliases = _names_of(model)
     pattern_of = plan_checks.match_lines(recipe, names, mends)

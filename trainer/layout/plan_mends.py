@@ -1,7 +1,5 @@
 """Changes to a recipe that a refusal offers. Each was tried: with it the recipe has a plan, or gets further."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

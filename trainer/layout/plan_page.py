@@ -87,7 +87,7 @@ def _tensor(plan: ShardingPlan, group: Sequence[ParameterPlan]) -> dict[str, Any
 
 
 def _way(plan: ShardingPlan, experts: Sequence[str], routing: tuple[int, int] | None) -> dict[str, Any] | None:
-    """Where a token finds its experts: their number, those that it goes to, and the axes that their dimension is on."""
+    """A token's way to its experts: their number, those that it goes to, and the axes that their dimension is on."""
     if routing is None:
         return None
     chosen, count = routing

@@ -44,7 +44,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the step computes, apart from layout. docs/recipe_parts.md explains experts, layers that repeat, and memory.
+    """The step's computation, apart from layout. docs/recipe_parts.md explains experts, layers that repeat, and memory.
 
     Args:
         dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere.
@@ -174,7 +174,7 @@ class Recipe:
         names other axes than the recipe's.
         """
         pairs = [part.split("=") for part in text.split(",")]
-        # nine digits are more devices than there are, and Python refuses to read thousands
+        # no mesh has a factor of more than nine digits, and Python refuses to read a number of thousands
         whole = all(len(p) == 2 and p[1].strip().removeprefix("-")[:10].isdecimal() and len(p[1]) < 10 for p in pairs)
         sizes = {pair[0].strip(): int(pair[1]) for pair in pairs} if whole else {}
         if SEQUENCE in sizes and SEQUENCE not in self.mesh.axes:
@@ -185,7 +185,7 @@ class Recipe:
             wrong = next((axis for axis in sizes if axis not in self.mesh.axes), None)
             missing = [axis for axis in self.mesh.axes if axis not in sizes]
             meant = self.mesh.axes | {axis: size for axis, size in sizes.items() if axis in self.mesh.axes}
-            if wrong and len(missing) == 1:  # another word for the one that is not named
+            if wrong and len(missing) == 1:  # the user's word for the one value that is missing
                 meant[missing[0]] = sizes[wrong]
             raise UserError(
                 asked=f"mesh {text!r}",

@@ -78,7 +78,7 @@ def packed_among(names: Collection[str], base_dtype: str, facts: ModelFacts) -> 
 
 
 def said(base_dtype: str, plan: ShardingPlan, facts: ModelFacts, names: Collection[str]) -> str:
-    """How the frozen model is stored, for a person; ``names``: the weights that could be packed."""
+    """The frozen model's storage in words; ``names``: the weights that could be packed."""
     packing = packing_of(base_dtype, facts.config)
     if packing is None:
         return f"in {base_dtype}"

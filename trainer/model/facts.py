@@ -20,7 +20,7 @@ from shardwright.models.mixers.work import state_multiply_adds
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_KEPT = 4  # configs whose facts are kept: a run has one, a search over recipes with own models a few
+_KEPT = 4  # configs whose facts are kept: a run has one, a search over recipes with models of their own has a few
 
 
 def once(question: Callable[Concatenate[ModelFacts, P], R]) -> Callable[Concatenate[ModelFacts, P], R]:

@@ -1,5 +1,6 @@
 """The weights of a model that a run adapts with LoRA, from its options or from an adapter in a folder."""
 
+import copy
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,9 +17,10 @@ from shardwright.layout.recipe import Recipe
 from shardwright.model import base_storage
 from shardwright.model.adapted_weights import inner_weights, means, pattern_of, targets_of, words_of
 from shardwright.model.classifier import head_parameters
-from shardwright.model.facts import ModelFacts
+from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.model.peft_config import check_lora, read_config, saved_parameters
 from shardwright.model.peft_names import in_layers, is_excluded
+from shardwright.model.trained_rows import numbers_in, rows_of, trained_rows, vocabulary_of
 from shardwright.models.adapters.lora import Lora, base_of, own_parameters
 
 
@@ -48,9 +50,23 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
         dora=args.use_dora,
         start=args.init_lora_weights if args.init_lora_weights not in ("true", "gaussian") else "",
         whole=tuple(saved),
+        tokens=trained_rows(rows_of(args.trainable_token_indices), model, model, {}),
     )
     check_lora(lora, model, f"--lora_target {args.lora_target}")
     return lora
+
+
+def with_adapters_tokens(args: TrainingArguments, facts: ModelFacts) -> ModelFacts:
+    """``facts`` of a model with as many tokens as the embedding has that lies in ``--adapter``'s folder."""
+    if args.adapter is None:
+        return facts
+    size = vocabulary_of(Folder(args.adapter), facts.model, facts.names_in_whole)
+    embedding: Any = facts.model.get_input_embeddings()
+    if size in (None, embedding.weight.shape[0]):
+        return facts
+    config = copy.deepcopy(facts.config)
+    config.get_text_config().vocab_size = size
+    return facts_of(config, args.train_mtp)
 
 
 def _saved(asked: str | None, model: PreTrainedModel) -> list[str]:
@@ -90,8 +106,7 @@ def _numbers(text: str) -> list[int]:
     """The numbers of the layers in ``--layers_to_transform``."""
     found: list[int] = []
     for word in words_of(text):
-        first, _, stop = word.partition(":")
-        found += range(int(first), int(stop or int(first) + 1))
+        found += numbers_in(word)
     return found
 
 
@@ -132,7 +147,7 @@ def plan_of(
 
 
 def stored_said(facts: ModelFacts, plan: ShardingPlan, args: TrainingArguments) -> str:
-    """How the model under an adapter is stored."""
+    """The storage of the model under an adapter, in words."""
     return base_storage.said(args.base_dtype, plan, facts, inner_weights(facts.model))
 
 
@@ -146,6 +161,7 @@ def described(lora: Lora, adapted: PreTrainedModel) -> str:
     own = {name for name, _ in (*lora.ranks, *lora.alphas)}
     others = f" ({len(own)} of them with a rank or alpha of their own)" if own else ""
     also = f", and {', '.join(lora.whole[:3])}{', …' * (len(lora.whole) > 3)} trained whole" if lora.whole else ""
+    also += "".join(f", and {len(rows):,} rows of {name}" for name, rows in lora.tokens)
     beside = f"beside {len(lora.targets)} weights{others}{also}"
     return f"{kind} of rank {lora.r}, {more}alpha {lora.alpha:g}, {beside}: {size:,} parameters"
 

@@ -19,7 +19,6 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
     if args.isolate_documents:
         _check_isolation(recipe, facts, name)
     _check_split_rows(recipe, facts, name)
-    _check_further_tokens(recipe, args)
     _check_positions(args, facts)
     _check_causal(name, facts)
     _check_experts(recipe, facts)
@@ -101,18 +100,6 @@ def _check_split_rows(recipe: Recipe, facts: ModelFacts, name: str) -> None:
             why="devices that share a row pass keys and values to each other and nothing else: what mixes tokens in "
             "another way would see the wrong ones",
             instead=f"{SEQUENCE}=1, with {rest}=-1; or a model such as llama, qwen3, mixtral or gpt_oss",
-        )
-
-
-def _check_further_tokens(recipe: Recipe, args: TrainingArguments) -> None:
-    size = recipe.mesh.axes.get(SEQUENCE, 1) * recipe.mesh.dcn.get(SEQUENCE, 1)
-    if args.train_mtp and size != 1:
-        rest = next((axis for axis in recipe.mesh.axes if axis != SEQUENCE), "fsdp")
-        raise UserError(
-            asked=f"--train_mtp on a mesh with {SEQUENCE}={size}",
-            found="rows in pieces on several devices",
-            why="an MTP layer joins each token with a later one, which may lie on another device",
-            instead=f"{SEQUENCE}=1, with {rest}=-1; or no --train_mtp",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from shardwright.arguments.adapter_options import EVA
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
@@ -23,6 +24,7 @@ from shardwright.model.peft_names import (
     pattern_value,
     saved_modules,
 )
+from shardwright.model.trained_rows import check_rows, rows_as_text, trained_rows
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.adapters.peft_families import renamed
 from shardwright.models.experts.expert_families import experts_modules
@@ -35,7 +37,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, r
 READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "rank_pattern"),
     *("alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-    *("lora_dropout", "use_dora"),
+    *("lora_dropout", "use_dora", "trainable_token_indices"),
 )
 # these say nothing of what is trained, or only beside a field that is refused:
 INERT = (
@@ -52,7 +54,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     # with others PEFT takes the factors' first values off the model's weights, each time that it loads the adapter
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", *STARTS),
     **dict.fromkeys(("use_qalora", "lora_bias", "fan_in_fan_out", "use_bdlora"), _NOTHING),
-    **dict.fromkeys(("layer_replication", "trainable_token_indices", "megatron_config"), _NOTHING),
+    **dict.fromkeys(("layer_replication", "megatron_config"), _NOTHING),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), _NOTHING),
     "monteclora_config": _NOTHING,
 }
@@ -98,6 +100,7 @@ def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mappi
         "fan_in_fan_out": False,
         "init_lora_weights": lora.start or True,
         "modules_to_save": _saved_words(_owners(names.get(name, name) for name in lora.whole), model) or None,
+        "trainable_token_indices": {_owners([names.get(n, n)])[0]: list(rows) for n, rows in lora.tokens} or None,
     }
 
 
@@ -199,6 +202,7 @@ def options_of(
         "rank_pattern": _as_text(found.ranks, found.targets),
         "alpha_pattern": _as_text(found.alphas, found.targets),
         "modules_to_save": ",".join(_saved_words(_owners(found.whole), model)) or None,
+        "trainable_token_indices": rows_as_text(found.tokens) or None,
     }
 
 
@@ -263,7 +267,17 @@ def _read_values(
         dora=dora,
         start=start if isinstance(start, str) and (start in STARTS or NITER.fullmatch(start)) else "",
         whole=tuple(saved_parameters(values.get("modules_to_save") or (), model, whole, names)),
+        tokens=trained_rows(_rows(values.get("trainable_token_indices")), model, whole, names),
     )
+
+
+def _rows(given: Any) -> dict[str, list[int]]:
+    """The numbers of rows by the ends of modules' names; "" means the input embedding."""
+    words = {"": given} if isinstance(given, list) else given or {}
+    for rows in words.values():
+        if any(type(row) is not int or row < 0 for row in rows) or len({*rows}) < len(rows):
+            raise ValueError(f"trainable_token_indices {rows!r:.80}")
+    return {word: rows for word, rows in words.items() if rows}
 
 
 def _rank(field: str, value: Any) -> int:
@@ -323,6 +337,7 @@ def check_lora(lora: Lora, model: PreTrainedModel, asked: str) -> None:
     """Raises UserError for what can't be beside the adapter's targets in ``model``."""
     experts, shapes = experts_modules(model), adapted_shapes(model)
     check_untied((*lora.targets, *lora.whole), model)
+    check_rows(lora, model, asked)
     given = {"lora_dropout": lora.dropout, "use_dora": lora.dora, "init_lora_weights": lora.start}
     more = [f"{name} {value}" for name, value in given.items() if value]
     fused = [name for name in lora.targets if name.rpartition(".")[0] in experts]
@@ -366,8 +381,8 @@ def _check_plain(
             "model, and pissa_niter anew at each load: the same model could not be made here"
             if start
             else "factors beside adapted weights, and modules trained whole, are what is trained and merged here",
-            instead="true, gaussian, pissa or olora; of a trained adapter the plain one that PEFT's "
-            "save_pretrained(…, path_initial_model_for_weight_conversion=…) makes"
+            instead=f"true, gaussian, pissa or olora; of eva the folder of PEFT's own, as --adapter: {EVA}; of another "
+            "trained adapter the plain one that save_pretrained(…, path_initial_model_for_weight_conversion=…) makes"
             if start
             else "an adapter without it",
         )

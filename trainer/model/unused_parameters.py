@@ -10,6 +10,7 @@ import functools
 import operator
 import re
 from collections import Counter
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -81,7 +82,8 @@ def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
     batch, further = {"input_ids": ids, "labels": ids}, list[torch.Tensor]()
     with masks_without_reads(), torch.enable_grad(), contextlib.ExitStack() as stack:
         if mtp.layer_names(model):
-            further = stack.enter_context(predicting(model, batch, torch.ones(())))
+            head: Any = model.get_output_embeddings()
+            further = stack.enter_context(predicting(model, batch, torch.ones(()), None, lambda x, _: head(x).sum()))
         if scores_texts(model.config):
             del inputs["labels"]
         found = model(**inputs)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 # semi-private: transformers/trainer_callback.py and integrations/integration_utils.py, transformers 5.23
 from transformers.integrations import get_reporting_integration_callbacks
@@ -16,7 +16,10 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from shardwright.arguments.schedule import Schedule
+from shardwright.checkpoint.lineage import live_steps
 from shardwright.errors import UserError, did_you_mean
+from shardwright.files.folder import Folder
+from shardwright.hosts.restarts import note, words_again
 from shardwright.inputs import TrainerCallbacks
 from shardwright.report.lines import say
 
@@ -120,3 +123,24 @@ def open_trackers(asked: str, console: Console) -> list[Tracker]:
 
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class SupervisorNotes(TrainerCallback):
+    """Notes for the supervisor how the run's command goes on, as soon as there is something to go on from."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved=False))
+            self._look(args)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self._begun and "saved_step" in (logs or {}):
+            self._look(args)
+
+    def _look(self, args: Any) -> None:
+        if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
+            note(more=words_again(args.output_dir, args.resume_from_checkpoint, saved=True))

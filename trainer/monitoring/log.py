@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerState
 
-from shardwright.checkpoint.write import Saved
+from shardwright.checkpoint.write import SaveResult
 from shardwright.job import Job
 from shardwright.monitoring import messages
 from shardwright.monitoring.run_page import RunPage
@@ -78,7 +78,7 @@ class RunLog:
             self.write(logs)
         self.programs()
 
-    def saved(self, saved: Saved | None) -> None:
+    def saved(self, saved: SaveResult | None) -> None:
         if saved is not None:
             self.write({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 

@@ -18,11 +18,13 @@ def make_batches(job: Job, count: int) -> list[Batch]:
 def _batch(job: Job, number: int) -> Batch:
     generator, shape = torch.Generator().manual_seed(number), (job.rows, job.args.sequence_length)
     tokens = torch.randint(_FIRST, min(_BEYOND, job.config.vocab_size), shape, generator=generator)
-    if job.args.entry.parts:
-        return _pairs(job, tokens, generator)
+    if job.args.goal.groups is not None:
+        return _answers(job, tokens, generator)
     rows, places = torch.arange(shape[0])[:, None], torch.arange(shape[1])
     ignored = places < 2 * (rows % (shape[1] // 3))
     batch = {"input_ids": tokens, "labels": tokens.masked_fill(ignored, IGNORE)}
+    if job.args.goal.teacher is not None:
+        batch[job.args.goal.teacher] = _taught(job, shape, generator)
     if not job.args.isolate_documents:
         return batch
     lengths = torch.randint(2, shape[1] // 2, (shape[0], shape[1] // 2), generator=generator)
@@ -45,41 +47,78 @@ def _segments(lengths: Tensor, length: int, labels: Tensor) -> Batch:
     }
 
 
-def _pairs(job: Job, tokens: Tensor, generator: torch.Generator) -> Batch:
-    """Pairs of answers behind their prompt, each a segment; and what the starting weights said of them."""
+def _taught(job: Job, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """The ids of a random teacher's likeliest tokens, their log-shares and that of all others. [rows, S, 2K + 1]"""
+    logps = (3 * torch.randn((*shape, job.config.vocab_size), generator=generator)).log_softmax(-1)
+    ids = logps.topk(int(job.args.goal.numbers["teacher_top_k"])).indices
+    return torch.cat([ids.float(), bucketed(logps, ids)], -1)
+
+
+def bucketed(logps: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of ``ids`` [..., K], and of all else together, from those of every token [..., V]."""
+    rest = logps.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logps.gather(-1, ids), rest], -1)
+
+
+def _answers(job: Job, tokens: Tensor, generator: torch.Generator) -> Batch:
+    """Answers behind their prompt, each a segment: pairs, or one by one; and what the starting weights said of them."""
     rows, length = tokens.shape
     goal = job.args.goal
-    most = goal.groups or 1
-    lengths = torch.zeros((rows, 2 * most), dtype=torch.int64)
+    most, places = goal.groups or 1, len(goal.segments) or 2
+    lengths = torch.zeros((rows, places * most), dtype=torch.int64)
     labels = tokens.clone()
     for row in range(rows):
         end = 0
-        for pair in range(most if row % 4 else 1):  # some rows have fewer
-            prompt, *answers = torch.randint(2, 8, (3,), generator=generator).tolist()
-            if end + 2 * prompt + sum(answers) > length:
+        for record in range(most if row % 4 else 1):  # some rows have fewer
+            prompt, *answers = torch.randint(2, 8, (1 + places,), generator=generator).tolist()
+            if goal.segments:  # an answer is a good one or a bad one
+                answers[(row + record) % 2] = 0
+            if end + sum(prompt + answer for answer in answers if answer) > length:
                 break
-            tokens[row, end + prompt + answers[0] :][:prompt] = tokens[row, end : end + prompt]
-            for side, answer in enumerate(answers):
-                labels[row, end : end + prompt] = IGNORE
-                lengths[row, 2 * pair + side] = prompt + answer
-                end += prompt + answer
+            asked = tokens[row, end : end + prompt].clone()
+            for place, answer in enumerate(answers):
+                if answer:
+                    tokens[row, end : end + prompt] = asked
+                    labels[row, end : end + prompt] = IGNORE
+                    lengths[row, places * record + place] = prompt + answer
+                    end += prompt + answer
         labels[row, end:] = IGNORE
     labels = labels.where(labels == IGNORE, tokens)
-    filled = torch.where(lengths > 0, lengths, length + 1)  # what is empty ends beyond the row
-    batch = {"input_ids": tokens, **_segments(filled, length, labels)}
+    behind = lengths.flip(1).cumsum(1).flip(1) == 0  # what is empty at the end ends beyond the row
+    batch = {"input_ids": tokens, **_segments(lengths.masked_fill(behind, length + 1), length, labels)}
     said = {name: torch.randn((rows, *shape), generator=generator) * 3 - 20 for name, shape in goal.columns.items()}
     return batch | said
 
 
 def apart(batch: Batch) -> Batch:
-    """The segments of packed rows, each in a row of its own, padded on the right, as the plain model takes them."""
-    found = []
-    for tokens, labels, segments in zip(batch["input_ids"], batch["labels"], batch["segment_ids"], strict=True):
-        found += [(tokens[segments == i], labels[segments == i]) for i in range(1, int(segments.max()) + 1)]
-    shape = len(found), batch["input_ids"].shape[1]
-    rows = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    rows["labels"] = torch.full(shape, IGNORE)
-    for row, (tokens, labels) in enumerate(found):
-        rows["input_ids"][row, : len(tokens)], rows["labels"][row, : len(tokens)] = tokens, labels
-        rows["attention_mask"][row, : len(tokens)] = 1
+    """The segments of packed rows, each in a row of its own, padded on the right with 0, as the plain model takes them.
+
+    With each one's number in its row, ``segment`` [N]; and of the further columns, which are of segments or of tokens,
+    its own values.
+    """
+    length = batch["input_ids"].shape[1]
+    found = [
+        (row, int(i), batch["segment_ids"][row] == i)
+        for row in range(len(batch["input_ids"]))
+        for i in batch["segment_ids"][row].unique()
+        if i > 0
+    ]
+
+    def padded(values: Tensor, filling: int = 0) -> Tensor:
+        """Values [rows, S, ...] of tokens."""
+        rows = values.new_full((len(found), length, *values.shape[2:]), filling)
+        for new, (row, _, own) in zip(rows, found, strict=True):
+            new[: int(own.sum())] = values[row, own]
+        return rows
+
+    rows = {
+        "input_ids": padded(batch["input_ids"]),
+        "labels": padded(batch["labels"], IGNORE),
+        "attention_mask": padded(torch.ones_like(batch["input_ids"])),
+        "segment": torch.tensor([number for _, number, _ in found]),
+    }
+    for name in batch.keys() - {"input_ids", "labels", "segment_ids", "position_ids"}:
+        values = batch[name]
+        of_tokens = values.dim() > 2
+        rows[name] = padded(values) if of_tokens else torch.stack([values[row, i - 1] for row, i, _ in found])
     return rows

@@ -1,4 +1,7 @@
-"""The plain side of a proof: transformers' own model, eager, whole, dropless, with torch's AdamW; LoRA is PEFT's."""
+"""The plain side of a proof: transformers' own model, eager, whole, dropless, under a reference optimizer.
+
+LoRA is PEFT's.
+"""
 
 import contextlib
 import copy
@@ -10,10 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.trainer_pt_utils import get_parameter_names
 
 from shardwright.job import Job
+from shardwright.model.meta_model import scores_texts
 from shardwright.model.peft_config import as_config
 from shardwright.models.adapters.lora import A0, B0, Lora
 from shardwright.models.experts.expert_families import experts_modules
@@ -21,7 +30,8 @@ from shardwright.models.layers.decoder_layers import number_layers
 from shardwright.models.ops import random_bits, randomness
 from shardwright.models.ops.labels import scored_tokens
 from shardwright.prove.batches import Batch, apart
-from shardwright.prove.formulas import pair_loss
+from shardwright.prove.formulas import FORMULAS, Said, mismatched
+from shardwright.prove.reference_optimizers import REFEREES, Reference
 from shardwright.prove.small_job import unproved
 from shardwright.prove.trajectory import Tensors, Trajectory
 from shardwright.step.parameter_updates import NO_DECAY
@@ -71,37 +81,35 @@ class PlainModel:
         return total
 
     def _micro_batch(self, model: nn.Module, batch: Batch, tokens: Tensor | None) -> Tensor:
+        args, goal, router = self.job.args, self.job.args.goal, self.job.router_loss
         rows = apart(batch) if "segment_ids" in batch else batch
-        inputs: dict[str, Any] = {**rows, "use_cache": False}
+        inputs: dict[str, Any] = {name: rows[name] for name in ("input_ids", "attention_mask") if name in rows}
+        more: dict[str, Any] = {"use_cache": False}
         if hasattr(self.job.config, "output_router_logits"):
-            inputs["output_router_logits"] = self.job.router_loss
+            more["output_router_logits"] = router
             inputs.setdefault("attention_mask", torch.ones_like(rows["input_ids"]))
-        if tokens is not None:
-            inputs["num_items_in_batch"] = tokens
-        goal = self.job.args.goal
-        if not goal.parts:
-            return model(**inputs).loss
-        del inputs["labels"]
-        output = model(**inputs)
-        counts = batch["segment_ids"].amax(1)
-        said = torch.zeros(len(rows["input_ids"]))
-        if goal.reference is not None:
-            values = zip(batch[goal.reference], counts, strict=True)
-            said = torch.cat([row[: int(count)] for row, count in values])
-        loss = pair_loss(output.logits, rows, self.job.args.objective, goal.numbers, said)
-        router = self.job.config.router_aux_loss_coef * output.aux_loss if self.job.router_loss else 0.0
-        return loss + router
+        if not goal.parts and not any(goal.token_terms):
+            counted = {} if tokens is None else {"num_items_in_batch": tokens}
+            return model(**inputs, **more, **counted, labels=rows["labels"]).loss
+        output = model(**inputs, **more)
+        loss = FORMULAS[args.objective](Said(output.logits, rows, goal, tokens))
+        if not router:
+            return loss
+        if "segment" in rows and (others := mismatched(rows, goal)).any():
+            output = model(**{name: values[~others] for name, values in inputs.items()}, **more)
+        return loss + self.job.config.router_aux_loss_coef * output.aux_loss
 
     def run(self, batches: list[Batch], learning_rate: float, dtype: torch.dtype = torch.float32) -> Trajectory:
-        """One step of AdamW a batch. In bfloat16 parameters are rounded at the start: run but one step."""
+        """One step a batch. In bfloat16 parameters are rounded at the start: run but one step."""
         model = _in(copy.deepcopy(self.model).train(), dtype)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         start = {name: p.detach().clone() for name, p in trained.items()}
-        optimizer = self._optimizer(model, trained, learning_rate)
+        decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))  # transformers' own rule
+        optimizer = Reference(trained, self.job.args, decayed, learning_rate)
         found = Trajectory()
         with _default_dtype(dtype if dtype == torch.float64 else torch.float32):
             for step, batch in enumerate(batches, 1):
-                optimizer.zero_grad()
+                model.zero_grad()
                 loss = self.loss(model, batch, step)
                 loss.backward()
                 gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
@@ -111,22 +119,11 @@ class PlainModel:
                 limit = self.job.args.max_grad_norm
                 norm = torch.nn.utils.clip_grad_norm_(trained.values(), limit if limit > 0 else torch.inf)
                 found.norms.append(norm.item())
-                optimizer.step()
+                optimizer.step(learning_rate)
         changes = {name: p.detach() - start[name] for name, p in trained.items() if p.grad is not None}
-        state = {name: optimizer.state[p] for name, p in trained.items() if p.grad is not None}
-        first, second = ({k: v[key] for k, v in state.items()} for key in ("exp_avg", "exp_avg_sq"))
-        found.changes, found.moments = self._ours(changes), (self._ours(first), self._ours(second))
+        found.changes = self._ours(changes)
+        found.state = {kind: self._ours(tensors) for kind, tensors in optimizer.state().items()}
         return found
-
-    def _optimizer(self, model: nn.Module, trained: Mapping[str, nn.Parameter], rate: float) -> torch.optim.AdamW:
-        args = self.job.args
-        decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))  # transformers' own rule
-        groups = [
-            {"params": [p for n, p in trained.items() if (n in decayed) == decays], "weight_decay": amount}
-            for decays, amount in ((True, args.weight_decay), (False, 0.0))
-        ]
-        betas = (args.adam_beta1, args.adam_beta2)
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, betas=betas, eps=args.adam_epsilon)
 
     def _ours(self, tensors: Tensors) -> Tensors:
         """Tensors under the reference's names and shapes → under ours."""
@@ -145,14 +142,25 @@ def plain_model(job: Job) -> PlainModel:
     if job.lora is None:
         return PlainModel(job, model, base)
     peft, keys, shapes = _adapted(job, job.lora, model)
+    optim = job.args.optim
     named = {_in_a_file(n): p.detach() for n, p in peft.named_parameters() if p.requires_grad}
+    if REFEREES[optim].by_shape and (odd := [n for n, key in keys.items() if named[key].shape != shapes[n]]):
+        raise unproved(
+            f"--optim {optim} with --lora_r on experts",
+            f"PEFT keeps the factor {odd[0]} in another shape",
+            "on its shape the update of each number depends",
+            "--optim adamw, which proves all but the update",
+        )
     factors = {n: from_peft(n, named[key], shapes[n]).contiguous().clone() for n, key in keys.items()}
     return PlainModel(job, peft, base, factors, keys, shapes)
 
 
 def eager_model(config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForSequenceClassification if scores_texts(config) else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
+    if scores_texts(config):
+        model.config.pad_token_id = 0  # a score is read in front of it: `apart` pads with it, and no text has it
     model.set_attn_implementation("eager")
     if experts_modules(model):  # others know one way to run them
         model.set_experts_implementation("eager")

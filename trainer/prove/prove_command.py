@@ -17,7 +17,8 @@ from shardwright.hosts.versions import versions
 from shardwright.job import Job
 from shardwright.prove import certificate, layouts
 from shardwright.prove.batches import make_batches
-from shardwright.prove.plain import PlainModel, plain_model
+from shardwright.prove.plain import plain_model
+from shardwright.prove.reference_optimizers import without_bfloat16
 from shardwright.prove.sharded import run_sharded
 from shardwright.prove.small_job import STEPS, SmallJob, check_provable, in_bfloat16, small_job
 from shardwright.prove.trajectory import COARSE, Difference, differences
@@ -88,6 +89,15 @@ def prepare_devices(count: int) -> None:
 
 def compare(small: SmallJob, console: Console) -> list[Difference]:
     """All comparisons of ten steps in float32; and of the first in bfloat16, if the run computes in it."""
+    with without_bfloat16():
+        found = in_float32(small, console)
+    if not in_bfloat16(small.run):
+        return found
+    with waiting(console, "one step in bfloat16 …"):
+        return found + in_coarse(small)
+
+
+def in_float32(small: SmallJob, console: Console) -> list[Difference]:
     plain, batches, rate = plain_model(small.job), make_batches(small.job, STEPS), small.learning_rate
     with waiting(console, "the plain model …"):
         theirs = plain.run(batches, rate)
@@ -104,15 +114,12 @@ def compare(small: SmallJob, console: Console) -> list[Difference]:
     if not all(each.good for each in found):  # is it the plain model's own rounding?
         with waiting(console, "the plain model in float64 …"):
             found = differences(ours, theirs, plain.run(batches, rate, torch.float64))
-    if not in_bfloat16(small.run):
-        return found
-    with waiting(console, "one step in bfloat16 …"):
-        return found + in_coarse(small, plain, batches, rate)
+    return found
 
 
-def in_coarse(small: SmallJob, plain: PlainModel, batches: Sequence[Any], rate: float) -> list[Difference]:
+def in_coarse(small: SmallJob) -> list[Difference]:
     """The first step's loss and gradients in bfloat16, as near to float32's as the plain model's own in bfloat16."""
-    first = list(batches[:1])
+    plain, first, rate = plain_model(small.job), make_batches(small.job, 1), small.learning_rate
     theirs, rounding = plain.run(first, rate), plain.run(first, rate, torch.bfloat16)
     ours = run_sharded(small.with_dtype("bfloat16"), plain.source, first, rate)
     found = differences(ours, theirs, rounding, COARSE)

@@ -60,8 +60,11 @@ def run_placed(
             shown(number)
     after = _own(plan, {name: step.parameters[name] for name in learned})
     found.changes = _trained(placed.job, {name: values - start[name] for name, values in after.items()})
-    both = [_own(plan, {name: moments[i] for name, moments in step.moments.items()}) for i in (0, 1)]
-    found.moments = _trained(placed.job, both[0]), _trained(placed.job, both[1])
+    kept: dict[str, Tensors] = {}
+    for name, tensors in step.moments.items():
+        for kind, tensor in zip(step.optimizer.state[name], tensors, strict=True):
+            kept.setdefault(kind.name, {})[name] = tensor
+    found.state = {kind: _trained(placed.job, _own(plan, tensors)) for kind, tensors in kept.items()}
     return found
 
 

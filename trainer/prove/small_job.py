@@ -15,13 +15,17 @@ from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.recipe import Recipe, matches
+from shardwright.model.classifier import reward_config
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.tiny import shrunk
+from shardwright.prove.formulas import FORMULAS
+from shardwright.prove.reference_optimizers import REFEREES
 
 STEPS, DEVICES = 10, 8
 LENGTH, PAIR_LENGTH = 32, 48  # tokens of a row; windows and chunks of a shrunk model are shorter
 RATE = 3e-4  # where --learning_rate is not given
 _RANK = 4
+MOST_TAUGHT = 64  # of the 256 tokens of a shrunk vocabulary
 # options that change the loss or the update and that no referee has here, with why
 _NO_REFEREE = {
     "train_mtp": "transformers' models leave MTP layers out",
@@ -29,10 +33,7 @@ _NO_REFEREE = {
     "router_z_loss_coef": "transformers has no such loss",
     "router_balance_coef": "transformers has no such loss",
     "router_bias_update_rate": "transformers moves no biases of routers",
-    "label_smoothing_factor": "transformers' models have no such loss of their own",
-    "z_loss": "transformers' models have no such loss of their own",
 }
-PAIRS = ("dpo", "ipo", "orpo", "simpo")  # objectives with a formula in shardwright.prove.formulas
 _OF_DPO = ("loss_type", "loss_weights", "label_smoothing", "f_divergence_type")  # of which the plain loss is proved
 
 
@@ -52,7 +53,7 @@ class SmallJob:
     def referee(self) -> str:
         """The other side, in words."""
         args, version = self.job.args, importlib.metadata.version
-        parts = [f"transformers {version('transformers')}, eager, whole, on the CPU", "torch's AdamW"]
+        parts = [f"transformers {version('transformers')}, eager, whole, on the CPU", REFEREES[args.optim].title]
         parts += [f"PEFT {version('peft')}"] if args.has_adapter else []
         parts += [f"the formula of {args.entry.title}"] if args.entry.parts else []
         return "; ".join(parts)
@@ -68,10 +69,10 @@ def small_job(run: Job) -> SmallJob:
     config = small_config(run)
     mesh = small_mesh(run.plan.mesh)
     args = _small_args(run.args)
-    if args.gradient_accumulation_steps > 1 and args.entry.parts:
+    if args.gradient_accumulation_steps > 1 and args.goal.groups is not None:
         raise unproved(
             f"--objective {args.objective} with --gradient_accumulation_steps",
-            "micro-batches of pairs",
+            "micro-batches of answers",
             "its formula takes a whole batch",
             "--gradient_accumulation_steps 1",
         )
@@ -110,18 +111,18 @@ def check_provable(args: TrainingArguments) -> None:
                 "a proof compares with what others compute",
                 f"no --{name}, which proves all the rest",
             )
-    if args.optim != "adamw":
+    if args.optim not in REFEREES:
         raise unproved(
             f"--optim {args.optim}",
             "no referee of its update here",
-            "ten steps are compared with torch's",
+            f"there are those of {', '.join(REFEREES)}",
             "--optim adamw, which proves all but the update",
         )
-    if args.entry.parts and args.objective not in PAIRS:
+    if args.objective not in FORMULAS:
         raise unproved(
             f"--objective {args.objective}",
             "no formula of its loss here",
-            f"there are those of sft, {', '.join(PAIRS)}",
+            f"there are those of {', '.join(FORMULAS)}",
             "--objective sft, which proves all but the loss",
         )
     defaults = TrainingArguments.__dataclass_fields__
@@ -156,7 +157,7 @@ def small_config(run: Job) -> PretrainedConfig:
             "the same recipe and options with a model of text of the same layers",
         )
     try:
-        return shrunk(text)
+        return reward_config(shrunk(text)) if run.args.entry.scores_texts else shrunk(text)
     except Exception as error:  # a family's own checks of its config raise what they like
         raise unproved(
             f"a {text.model_type} model",
@@ -175,12 +176,14 @@ def small_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _small_args(args: Settings) -> Settings:
-    length = PAIR_LENGTH if args.entry.parts else LENGTH
+    length = PAIR_LENGTH if args.goal.groups is not None else LENGTH
     more: dict[str, Any] = {"lora_r": min(args.lora_r, _RANK)} if args.lora_r is not None else {}
     if args.rank_pattern is not None:
         more["rank_pattern"] = ",".join(f"{part.partition('=')[0]}=2" for part in args.rank_pattern.split(","))
     if args.has_adapter:
         more["base_dtype"] = "float32"
+    if args.objective == "distill":
+        more["teacher_top_k"] = min(int(args.goal.numbers["teacher_top_k"]), MOST_TAUGHT)
     return replace(
         args,
         model=None,
@@ -197,6 +200,7 @@ def _small_args(args: Settings) -> Settings:
         lr_scheduler_kwargs=None,
         streaming=False,
         sample_prompts=None,
+        teacher=None,
         profile_steps=None,
         **more,
     )

@@ -28,7 +28,7 @@ _COUNTED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "packing", "isolate_documents"),
     *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
     *("optim", "optim_args", "adapter", "rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"),
-    *("lora_dropout", "use_dora", "init_lora_weights"),
+    *("lora_dropout", "use_dora", "init_lora_weights", "trainable_token_indices"),
     *("loss_type", "label_smoothing_factor", "z_loss", "neftune_noise_alpha"),
 )
 

@@ -37,7 +37,7 @@ from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, chip_of, device_order
 
-_LONGEST_RING = 4  # along one dimension of the torus: few are shorter, and all are its multiples
+_LONGEST_RING = 4  # devices along a dimension of the torus: few dimensions are shorter, and all are multiples of it
 
 
 def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction | None = None) -> PlacedModel:
@@ -98,7 +98,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     else:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
-        # of all layers, since some may have factors that the first has not
+        # of all layers: some may have factors that the first lacks
         keys = {key: name for name in names[::-1] for key, _ in job.adapted.get_submodule(name).named_parameters()}
         kernel = Dropless(
             axes=axes,
@@ -108,7 +108,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             lie_turned=frozenset(key for key, name in keys.items() if _lies_turned(plan[f"{name}.{key}"])),
             order=order,
             keep=not isinstance(compute.remat, str) or compute.remat == "none",
-            # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
+            # a loop over layers would copy them into a stack and back, which takes longer than recomputing them
             keep_all=not compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_cost.buffer_bytes(flops_a_byte),

@@ -40,21 +40,20 @@ class CompileGuard:
         self._compare(batch)
         before, compiled = program_count(), compile_count()
         results = trace(batch)
-        if self.first and not hosts().several:  # torch_xla 2.9 may crash there: data of a generation lie on other hosts
+        if self.first:
             self._graph = graph_text(results)
         run_now(list(results.values()))
         self.compiles += program_count() - before
         COMPILED[self.what] += compile_count() - compiled
         self.first = False
         if self.compiles > self.expected:
-            inputs, change = "; ".join(f"{name}: {text}" for name, text in self._signature.items()), ""
-            if self._graph:
-                change = first_difference(self._graph, results, lambda: trace(batch))
+            inputs = "; ".join(f"{name}: {text}" for name, text in self._signature.items())
+            change = first_difference(self._graph, results, lambda: trace(batch))
             raise UserError(
                 asked=f"{self.expected} compile of the {self.what} in this run",
                 found=f"{self.compiles} compiles, though every input kept its shape and dtype: {inputs}",
                 why="something else in the traced graph changed between two steps, such as a number in its code: "
-                f"{change or 'a run on one host names the operation'}",
+                + change,
                 instead="make what changes a tensor input of the model, or constant",
             )
         return results

@@ -16,6 +16,7 @@ import torch_xla
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.xla.runtime import wait_for_devices
 
 Trace = Callable[[Tensors], Tensors]  # a batch → the results of its graph
 
@@ -55,6 +56,8 @@ class _Lines(TorchFunctionMode):
 
 def graph_text(results: Tensors) -> bytes:
     """The HLO of the pending computation of ``results``, compressed."""
+    # results of a computation that still runs have no buffers yet, and to lower a graph that reads them is a crash
+    wait_for_devices()
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return zlib.compress(torch_xla._XLAC._get_xla_tensors_hlo(list(results.values())).encode(), 1)
 

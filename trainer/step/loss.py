@@ -20,7 +20,7 @@ from shardwright.models.layers.embedding_noise import ROW_KEYS, noisy_embeddings
 from shardwright.models.layers.layer_inputs import LoopChanged
 from shardwright.models.layers.mtp_loss import predicting
 from shardwright.models.ops import partial_gradients, randomness
-from shardwright.models.ops.labels import IGNORE, targets
+from shardwright.models.ops.labels import IGNORE, targets, token_logps
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.models.ops.token_loss import TokenTerms, token_loss, z_losses
 from shardwright.models.ops.torch_overrides import LocalOps
@@ -106,7 +106,7 @@ class Loss:
         packed = "segment_ids" in batch
         if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
             inputs["attention_mask"] = self.objective.balanced(batch)
-        real = None  # in training 1 for a token and 0 for padding, [rows, S], if there is padding or a use for it
+        real = None  # [rows, S], 1 for a token and 0 for padding; in training, where there is padding or a use for it
         if training and packed:
             real = (batch["segment_ids"] > 0).to(torch.float32)
         elif training and self.router_losses.any:
@@ -117,7 +117,10 @@ class Loss:
 
         def forward() -> tuple[Any, dict[str, list[Tensor]]]:
             predicts = training and self.mtp_weight is not None
-            mtp = predicting(self.model, whole, tokens) if predicts else contextlib.nullcontext(list[Tensor]())
+            order = None if self.pieces is None else self.pieces.targets
+            mtp: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
+            if predicts:
+                mtp = predicting(self.model, whole, tokens, order, self._cross_entropy)
             noise = contextlib.nullcontext() if keys is None else self._noisy(keys, whole["input_ids"])
             with self._with_objective(whole, tokens, measured, terms), mtp as losses, noise:
                 found = self._forward(parameters, inputs, real, random_key, training=training)
@@ -195,6 +198,13 @@ class Loss:
             ) from error
         self._known.add(training)
         return found
+
+    def _cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The summed cross entropy of the head on ``hidden`` [rows, S, H], as the next token's is computed."""
+        head: Any = self.model.get_output_embeddings()
+        if self._in_chunks and self.pieces is not None:
+            return self.pieces.head_loss(hidden, head.weight, labels, IGNORE, TokenTerms())[0]
+        return -token_logps(head(hidden), labels).sum()
 
     def _own(self, output: Any, labels: Tensor, tokens: Tensor) -> Tensor:
         assert self.compute is not None

@@ -56,7 +56,7 @@ class TrainStep:
         self.max_grad_norm, self._moment_dtype = args.max_grad_norm, args.state_dtypes["optimizer_dtype"]
         restored = restored and functools.partial(_restored_or_zeros, job, restored)
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
-        # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
+        # The state is made here, sharded: made by the first step, it would be replicated, or the weights would move.
         # By parameter, in the order of `optimizer.state`, such as AdamW's two moments.
         self.moments = {
             name: tuple(self._placed_state(name, *of, restored) for of in zip(kept, optimizer.specs[name], strict=True))
@@ -211,7 +211,7 @@ class TrainStep:
         count, batch = self.accumulation, self._with_row_keys(batch, random_keys)
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
         # and an auxiliary loss, which is a mean already, is averaged. Other objectives' counts weigh equally too.
-        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # so that the loss of no tokens is 0, not 0/0
+        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # the loss of no tokens is 0, not 0/0
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
             loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
@@ -239,7 +239,7 @@ class TrainStep:
         (loss, _, sums, _), recorded = self._fold_micro_batches(body, init, batch, random_keys)
         gradients = {k: sums[k] for k in zeros if k in current and found & {k, k + SUFFIX}}
         for k, partial in partials.items():
-            if k in found:  # here, once a step, gradients cross devices
+            if k in found:  # gradients cross devices here, once a step
                 gradients[partial.parameter] = gradients[partial.parameter] + partial.total(sums[k])
         gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
         # counts add up, and a loss is averaged
@@ -251,7 +251,7 @@ class TrainStep:
         if not self.loss.noise:
             return batch
         shape = batch["labels"].shape[:2]
-        # of the first micro-batch's key alone, so that the noise of a row is the same in micro-batches of any size
+        # from the first micro-batch's key: a row then has the same noise whatever the micro-batches' size
         keys = random_bits.row_keys(random_keys[0], shape.numel()).view(*shape, 2)
         return {**batch, ROW_KEYS: sharding.constrain(keys, self.mesh, batch_spec(3, self.placed.batch_axes))}
 
@@ -267,7 +267,7 @@ class TrainStep:
 
             return run_turns(step, carry, ({k: t.transpose(0, 1) for k, t in batch.items()}, keys))
 
-        # the loop is given keys only if the model draws, which its first trace tells
+        # the loop gets keys only if the model draws random numbers, as its first trace has shown
         result = run([random_keys] if (known := self.loss.draws) else [])
         return run([random_keys]) if self.loss.draws and not known else result
 
@@ -303,7 +303,7 @@ def _by_micro_batch(tensor: Tensor, count: int) -> Tensor:
 
 
 def let_go(model: nn.Module, step: TrainStep) -> None:
-    """Free the memory on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
+    """Free the memory on the devices, though others still hold ``model`` or ``step``: there may be no room for two."""
     free(model)
     step.parameters.clear()
     step.moments.clear()

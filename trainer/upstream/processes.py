@@ -5,7 +5,7 @@ from typing import Any
 import accelerate.state
 
 from shardwright.hosts.hosts import hosts
-from shardwright.upstream.names import NotHere
+from shardwright.upstream.absent_names import NotHere
 
 
 def keep_devices_free() -> None:

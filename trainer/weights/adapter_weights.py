@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from shardwright.errors import UserError, a_type
 from shardwright.files.arrays import Array, LazyArray, Slices, whole
 from shardwright.files.folder import Folder
-from shardwright.models.adapters.lora import A0, B0, A, B, Lora, M, base_of
+from shardwright.models.adapters.lora import A0, B0, A, B, Lora, M, T, base_of
 from shardwright.models.experts.input_scaling import ScaledExperts
 from shardwright.weights.peft_files import AdapterFiles
 from shardwright.weights.peft_layout import factor_shapes, unstarted
@@ -30,7 +30,7 @@ def seeded_factors(model: nn.Module, lora: Lora, seed: int, base: Source, gaussi
     """A source of what ``lora`` in ``model`` begins as, by name, seed and the weights ``base`` alone.
 
     As PEFT has it: A uniform or ``gaussian``, B zero; with a start of its own the parts of the weight that it names;
-    DoRA's M the lengths of the weight's rows; and what is trained whole the weight itself.
+    DoRA's M the lengths of the weight's rows; and what is trained whole, or T's rows of it, the weight itself.
     """
     begun = functools.cache(lambda target: _parts(lora, target, whole(base(target)).float(), seed))
 
@@ -38,6 +38,10 @@ def seeded_factors(model: nn.Module, lora: Lora, seed: int, base: Source, gaussi
         target = base_of(name)
         if target is None:
             return base(name)
+        if name.endswith(T):
+            weight = base(target)
+            rows = [weight[row : row + 1, slice(0, weight.shape[1])] for row in dict(lora.tokens)[target]]
+            return torch.cat(rows)
         if name.endswith(M):
             return whole(base(target)).float().norm(dim=1)
         if lora.start:
@@ -79,12 +83,24 @@ def beside(base: Source, own: Source, trained: Collection[str] = ()) -> Source:
 def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedModel) -> Source:
     """A source of plain weights of ``model`` (on meta): ``base`` plus ``factors``, in the dtype of ``base``."""
     factors, lora = unstarted(factors, lora), lora.unstarted
+    rows_of = dict(lora.tokens)
 
     def source(name: str) -> Array:
         weight = base(name)
         if name in lora.whole:
             own = factors(name)
             return LazyArray(tuple(own.shape), weight.dtype, lambda where: own[where].to(weight.dtype))
+        if name in rows_of:
+            own, numbers = factors(name + T), rows_of[name]
+
+            def replaced(where: Slices) -> torch.Tensor:
+                part, (rows, columns) = weight[where].clone(), where
+                for number, row in enumerate(numbers):
+                    if rows.start <= row < rows.stop:
+                        part[row - rows.start] = own[number : number + 1, columns][0].to(part.dtype)
+                return part
+
+            return LazyArray(tuple(weight.shape), weight.dtype, replaced)
         if name not in lora.targets:
             return weight
         a, b = factors(name + A), factors(name + B)

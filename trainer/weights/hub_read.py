@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices, is_finite, with_zeros
 from shardwright.files.hub_names import is_hub_name
 from shardwright.files.safetensors_file import DTYPES
 from shardwright.model.base_storage import quantization_settings
@@ -35,7 +35,7 @@ from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
 from shardwright.weights.formats.format import DEQUANTIZED
-from shardwright.weights.formats.published import FormatError, Published, plain
+from shardwright.weights.formats.plain_weights import FormatError, PlainWeights, plain
 from shardwright.weights.hub_files import fetched
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
@@ -62,18 +62,29 @@ class Group:
 class HubWeights:
     """A source of the weights in ``files``, which the user ``asked`` for by this name.
 
-    ``model`` is transformers' own, on meta; its class knows the hub's names. Raises UserError if a file is truncated or
+    ``model`` is transformers' own, on meta; its class knows the hub's names. ``rows``: the least rows that a file may
+    have of a parameter, whose others an adapter has; they are read as zeros. Raises UserError if a file is truncated or
     corrupt; tensors are missing, left over, or of another shape than the config says; or tied parameters differ.
     """
 
-    def __init__(self, asked: str, files: Sequence[Path | RemoteFile], model: PreTrainedModel, seed: int = 0) -> None:
-        self.asked, self.model, self.mtp, self.seed = asked, model, mtp.layer_names(model), seed
+    def __init__(
+        self,
+        asked: str,
+        files: Sequence[Path | RemoteFile],
+        model: PreTrainedModel,
+        seed: int = 0,
+        rows: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.asked, self.model, self.mtp, self.seed, self.rows = asked, model, mtp.layer_names(model), seed, rows
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
         opened = {name: (array, file) for file in files for name, array in self._open(file).items()}
         stored, self.prefixes = self._without_prefixes(opened)
         self.published = self._dequantized(stored)
         self.tensors = self.published.tensors
+        self.files = {name: file.name for name, (_, file) in stored.items()}
+        for name, weight in self.published.packed.items():
+            self.files[name] = first_names({self.files[weight.stem + tail] for tail in weight.parts})
         self.formats.update(weight.form.title for weight in self.published.packed.values())
         self.groups = self._match()
         self.begun, self.left = self._other_head()
@@ -84,6 +95,11 @@ class HubWeights:
         for first, group in self.groups.items():
             for name, lazy in self._convert(first, group).items():
                 found[name], self.group_of[name] = lazy.like, group
+        self.short = {
+            name: state.shape[0]
+            for name, state in model.state_dict().items()
+            if name in found and name in rows and rows[name] <= found[name].shape[0] < state.shape[0]
+        }
         self._check(found)
         if not any(isinstance(file, RemoteFile) for file in files):  # which has no values here
             self._check_tied()
@@ -106,7 +122,8 @@ class HubWeights:
         for twin in (name, *self.tied.get(name, ())):
             if twin in self.group_of:
                 lazy = self._convert(twin, self.group_of[twin])[twin]
-                return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
+                array = LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
+                return array if twin not in self.short else with_zeros(array, self.short[twin])
         if name in self.begun:
             dtype = self(next(iter(self.group_of))).dtype
             return in_dtype(seeded_init(self.model, self.seed), dtype, lambda name: None)(name)
@@ -142,7 +159,7 @@ class HubWeights:
             why = "a wrapper of the model (torch.compile, PEFT, …) seems to have put it before some of the names"
             raise refused(self.asked, str(error), why, "files that hold each weight once") from error
 
-    def _dequantized(self, stored: Stored) -> Published:
+    def _dequantized(self, stored: Stored) -> PlainWeights:
         """The tensors as plain weights; raises UserError where they are quantized and can't be read."""
         settings = quantization_settings(self.model.config)
         try:
@@ -213,7 +230,7 @@ class HubWeights:
         """Name -> values of all parameters, ``name`` among them, that a group becomes; else raises UserError."""
         transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
         for pattern, tensor in group.members:
-            lazy: Any = Lazy.of(self.tensors[tensor])  # torch's functions take it for a tensor
+            lazy: Any = Lazy.of(self._finite(name, tensor))  # torch's functions take it for a tensor
             transform.add_tensor(name, tensor, pattern, lazy)
         try:
             found = transform.convert(name, model=self.model, config=self.model.config)
@@ -223,6 +240,22 @@ class HubWeights:
             instead = "a complete checkpoint, with the config.json that it was saved with"
             raise refused(self.asked, text, "transformers' conversion of them fails", instead) from error
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+
+    def _finite(self, name: str, tensor: str) -> Array:
+        """``tensor`` of the files, of the parameter ``name``; reads raise UserError for what is no finite number."""
+        array = self.tensors[tensor]
+        if name not in self.tied or not array.dtype.is_floating_point or array.dtype.itemsize == 1:
+            return array
+
+        def read(where: Slices) -> torch.Tensor:
+            part = array[where]
+            if not is_finite(part):
+                text = f"{tensor} with values that are infinite or no numbers (in {self.files[tensor]})"
+                why = "the first step would make all of the model's numbers so"
+                raise refused(self.asked, text, why, "the files as they were published, or an earlier checkpoint")
+            return part
+
+        return LazyArray(tuple(array.shape), array.dtype, read)
 
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
@@ -240,7 +273,9 @@ class HubWeights:
             )
         shapes = {name: (list(found[name].shape), list(state[name].shape)) for name in found.keys() & state.keys()}
         misshapen = [
-            f"{n} {ours} where the config says {theirs}" for n, (ours, theirs) in shapes.items() if ours != theirs
+            f"{n} {ours} where the config says {theirs}"
+            for n, (ours, theirs) in shapes.items()
+            if ours != theirs and (n not in self.short or ours[1:] != theirs[1:])
         ]
         kinds = (("missing", missing), ("left over", unexpected), ("of another shape", misshapen))
         wrong = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
@@ -272,10 +307,17 @@ class HubWeights:
                     raise refused(self.asked, f"{held[0]} and {twin} differ in its files", why, instead)
 
 
-def open_hub_weights(name: str, model: PreTrainedModel, console: Console | None = None, seed: int = 0) -> HubWeights:
+def open_hub_weights(
+    name: str,
+    model: PreTrainedModel,
+    console: Console | None = None,
+    seed: int = 0,
+    rows: Mapping[str, int] = MappingProxyType({}),
+) -> HubWeights:
     """Opens the weights of ``model`` (on meta) in the folder ``name``, or of that hub id (``id@revision``), fetched.
 
-    ``seed`` is of a reward model's head, where the files are a language model's. Raises UserError if there are none, or
+    ``seed`` is of a reward model's head, where the files are a language model's; ``rows`` as :class:`HubWeights` has
+    them. Raises UserError if there are none, or
     :class:`HubWeights` refuses them.
     """
     console = console or Console(quiet=True)
@@ -283,9 +325,13 @@ def open_hub_weights(name: str, model: PreTrainedModel, console: Console | None 
         why = "what looks like a path must lie here"
         raise refused(name, f"no folder {name}", why, "the folder of the weights, or a hub id")
     folder = Path(name) if os.path.exists(name) else fetched(name, console)
-    found = HubWeights(name, files_in(name, folder), model, seed)
+    found = HubWeights(name, files_in(name, folder), model, seed, rows)
     if found.prefixes:
         say(console, f"weights: names without {' and '.join(map(repr, found.prefixes))}")
+    for short, size in found.short.items():
+        say(
+            console, f"weights: {short} has {size} rows, as the adapter says, the last of which are the adapter's alone"
+        )
     if found.begun:
         without = f", without {first_names(found.left)}" if found.left else ""
         say(console, f"weights: those of a language model{without}; {first_names(found.begun)} begins at random")

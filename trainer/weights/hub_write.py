@@ -35,7 +35,7 @@ from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import promise_only
 from shardwright.weights.names import parameter_names
-from shardwright.weights.quantize import SAME, SCHEMES, Quantized, quantize
+from shardwright.weights.quantize import SAME, SCHEMES, QuantizedTensors, quantize
 from shardwright.weights.tokenizer_files import CONFIG, local_folder, read_all, tokenizer_files, with_code, write_all
 from shardwright.weights.weight_files import INDEX, WEIGHTS
 from shardwright.weights.weight_sources import Source
@@ -153,7 +153,7 @@ def export(
         quantized.report(console)
 
 
-def _beside(base: HubWeights, quantized: Quantized | None) -> dict[str, Lazy]:
+def _beside(base: HubWeights, quantized: QuantizedTensors | None) -> dict[str, Lazy]:
     """The tensors of ``base`` that the model goes without."""
     if quantized is not None:
         return quantized.carried(base)

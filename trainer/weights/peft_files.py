@@ -15,7 +15,7 @@ from shardwright.files.folder import Folder, as_json
 from shardwright.hosts.hosts import hosts
 from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.model.peft_config import CONFIG, WEIGHTS, as_config
-from shardwright.models.adapters.lora import A, B, Lora, M
+from shardwright.models.adapters.lora import A, B, Lora, M, T
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights.hub_write import write_files
@@ -112,6 +112,7 @@ class AdapterFiles:
         """Raises UserError for what serving engines would read as something else, or not at all."""
         given: dict[str, object] = {"ranks that differ": self.plain.ranks, "alphas that differ": self.plain.alphas}
         given |= {"DoRA": self.plain.dora, "modules_to_save": self.plain.whole}
+        given["trainable_token_indices"] = self.plain.tokens
         if more := [name for name, value in given.items() if value]:
             raise UserError(
                 asked="--adapter_format per_expert",
@@ -158,7 +159,7 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
     """
     found, shapes, factors = read_tensors(folder), adapted_shapes(files.model), unstarted(factors, files.lora)
     keys = peft_keys(files.plain, files.model, files.names)
-    exact = [name for name in keys if name.endswith(M) or name in files.plain.whole]
+    exact = [name for name in keys if name.endswith((M, T)) or name in files.plain.whole]
     changed = [name for name in exact if not torch.equal(found[keys[name]], whole(factors(name)))]
     generator = torch.Generator().manual_seed(0)
     for target in files.plain.targets:

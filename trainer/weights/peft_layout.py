@@ -19,12 +19,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardwright.files.arrays import Array, LazyArray
 from shardwright.model.adapted_weights import adapted_shapes
-from shardwright.models.adapters.lora import A, B, Lora, M, factor_shape
+from shardwright.models.adapters.lora import A, B, Lora, M, T, factor_shape
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.weight_sources import Source
 
 PREFIX = "base_model.model."
 TAILS = {A: ".lora_A.weight", B: ".lora_B.weight", M: ".lora_magnitude_vector"}
+_ROWS = ".token_adapter.trainable_tokens_delta"  # the rows themselves
 
 
 def peft_keys(lora: Lora, model: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
@@ -37,6 +38,7 @@ def peft_keys(lora: Lora, model: nn.Module, names: Mapping[str, str]) -> dict[st
         for suffix in lora.suffixes:
             if suffix in TAILS:  # A0 and B0 are no part of PEFT's files
                 keys[target + suffix] = PREFIX + owner + ".base_layer" * outside + TAILS[suffix]
+    keys |= {n + T: PREFIX + names.get(n, n).rpartition(".")[0] + _ROWS for n, _ in lora.tokens}
     return keys | {name: PREFIX + names.get(name, name) for name in lora.whole}
 
 
@@ -79,6 +81,7 @@ def factor_shapes(lora: Lora, model: PreTrainedModel) -> dict[str, tuple[int, ..
     """Name of a factor, or of a parameter trained whole → its shape."""
     shapes = adapted_shapes(model)
     found = {t + s: factor_shape(s, lora.rank(t), shapes[t]) for t in lora.targets for s in lora.suffixes}
+    found |= {name + T: (len(rows), model.get_parameter(name).shape[1]) for name, rows in lora.tokens}
     return found | {name: tuple(model.get_parameter(name).shape) for name in lora.whole}
 
 

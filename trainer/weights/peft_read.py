@@ -1,6 +1,6 @@
 """Adapters in PEFT's format, read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,10 @@ from shardwright.models.adapters.lora import A, B, Lora
 from shardwright.weights.peft_layout import PREFIX, TAILS, as_peft, factor_shapes, from_peft, hub_parts, peft_keys
 from shardwright.weights.weight_sources import Source
 
+_BEFORE = ".token_adapter.base_layer"  # an embedding as it is without trained rows
+# what PEFT saves once more of an embedding that was given more rows, and does not read
+_IDLE = (".modules_to_save.weight", ".original_module.weight", ".token_adapter.trainable_tokens_delta")
+
 
 @dataclass(frozen=True)
 class OpenAdapter:
@@ -27,6 +31,7 @@ class OpenAdapter:
     tensors: Mapping[str, torch.Tensor]
     embeddings: Mapping[str, torch.Tensor]
     folder: Folder
+    rows: Mapping[str, Sequence[int]]  # of an embedding, those that the adapter has itself
 
     def __call__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -42,7 +47,10 @@ class OpenAdapter:
 
             def read(where: Slices) -> torch.Tensor:
                 part = values[where]
-                if not torch.equal(part, ours[where].to(part.dtype)):
+                first, theirs = where[0].start, ours[where].to(part.dtype)
+                own = [row - first for row in self.rows.get(name, ()) if first <= row < where[0].stop]
+                at = torch.tensor(own, dtype=torch.int64)
+                if not torch.equal(part, theirs.index_copy(0, at, part[at])):
                     raise UserError(
                         asked=f"the adapter in {self.folder}",
                         found=f"{name} in it, with other values than the model's",
@@ -70,6 +78,8 @@ def open_adapter(
     """
     found, shapes = read_tensors(folder), factor_shapes(lora, model)
     keys, copies = peft_keys(lora, model, names), _copies(lora, model, names)
+    idle = {key.removesuffix(".weight") + tail for key in copies for tail in _IDLE} - {*keys.values()}
+    found = {key: values for key, values in found.items() if key not in idle}
     for target in lora.targets:
         if keys[target + A] not in found:
             found |= _joined(found, target, keys, shapes, whole or model, names)
@@ -92,7 +102,7 @@ def open_adapter(
             "one written with --adapter_format peft",
         )
     tensors = {name: from_peft(name, found[key], shapes[name]) for name, key in keys.items()}
-    return OpenAdapter(tensors, {name: found[key] for key, name in own.items()}, folder)
+    return OpenAdapter(tensors, {name: found[key] for key, name in own.items()}, folder, dict(lora.tokens))
 
 
 def _copies(lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, str]:
@@ -103,7 +113,7 @@ def _copies(lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> dic
         if any(module is end for end in ends):
             for key, _ in module.named_parameters():
                 stem = PREFIX + names.get(f"{name}.{key}", f"{name}.{key}").removesuffix(f".{key}")
-                found |= {f"{stem}.{key}": f"{name}.{key}", f"{stem}.base_layer.{key}": f"{name}.{key}"}
+                found |= {f"{stem}{kind}.{key}": f"{name}.{key}" for kind in ("", ".base_layer", _BEFORE)}
     return found
 
 

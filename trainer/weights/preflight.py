@@ -25,7 +25,7 @@ from shardwright.weights.weight_sources import means_weights
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorKind:
     """Tensors that one thing comes of."""
 
     what: str
@@ -34,7 +34,7 @@ class Row:
     names: str  # the first of them
 
 
-def contents(asked: str, model: PreTrainedModel) -> tuple[list[Row], UserError | None]:
+def contents(asked: str, model: PreTrainedModel) -> tuple[list[TensorKind], UserError | None]:
     """The kinds of tensors by what they become in ``model`` (on meta), and the reason if the checkpoint is refused."""
     if not means_weights(asked, from_scratch=False):  # a config alone
         return [], None
@@ -70,7 +70,7 @@ def _remote(asked: str) -> list[RemoteFile]:
     return [RemoteFile(repository, str(commit), name) for name in names if name.endswith(SAFETENSORS)]
 
 
-def _rows(hub: HubWeights) -> Iterator[Row]:
+def _rows(hub: HubWeights) -> Iterator[TensorKind]:
     published, config = hub.published, hub.model.config
     kinds: dict[str, list[str]] = defaultdict(list)
     for name, array in hub.tensors.items():
@@ -84,12 +84,12 @@ def _rows(hub: HubWeights) -> Iterator[Row]:
     for kind, names in sorted(kinds.items(), reverse=True):
         yield _row(kind, names, [array for name in names for array in published.stored(name)])
     if published.unread:
-        yield Row("not read: scales of activations", len(published.unread), 0, first_names(published.unread))
+        yield TensorKind("not read: scales of activations", len(published.unread), 0, first_names(published.unread))
 
 
-def _row(what: str, names: list[str], arrays: Iterable[Array]) -> Row:
+def _row(what: str, names: list[str], arrays: Iterable[Array]) -> TensorKind:
     total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    return Row(what, len(names), total, ", ".join(names[:2]) + (", …" if len(names) > 2 else ""))
+    return TensorKind(what, len(names), total, ", ".join(names[:2]) + (", …" if len(names) > 2 else ""))
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices, whole
+from shardwright.files.arrays import Array, LazyArray, Slices, is_finite, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
@@ -33,7 +33,7 @@ from shardwright.models.experts.expert_families import MXFP4, experts_modules
 from shardwright.report.lines import say
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
-from shardwright.weights.formats.published import PackedWeight
+from shardwright.weights.formats.plain_weights import PackedWeight
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.names import first_names
@@ -97,11 +97,11 @@ SCHEMES: dict[str, tuple[Scheme, ...]] = {
     ),
     "int4": (Scheme(integers.PACKED, _packed_settings("pack-quantized", type="int")),),
 }
-_UNWRITTEN = f"it is read, and {', '.join(SCHEMES)} alone are written", f"--format fp8, int4; or {_PLAIN}"
+_UNWRITTEN = f"--format fp8, int4; or {_PLAIN}, from which its own tools make it"
 
 
 @dataclass
-class Quantized:
+class QuantizedTensors:
     """An export's tensors, some of them quantized."""
 
     asked: str
@@ -160,8 +160,8 @@ class Quantized:
 
     def _likes(self, form: Format, like: torch.Tensor, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
         """Shapes and dtypes of a weight's tensors, on meta; of the thousands of experts of one shape, once."""
-        dtypes = () if base is None else tuple(part.dtype for part in base.parts.values())
-        key = (form, tuple(like.shape), like.dtype, dtypes)
+        parts = () if base is None else tuple((part.dtype, tuple(part.shape)) for part in base.parts.values())
+        key = (form, tuple(like.shape), like.dtype, parts)
         if key not in self._known:
             self._known[key] = self._encode(form, like, base)
         return self._known[key]
@@ -173,7 +173,7 @@ class Quantized:
     def _encoded(self, name: str, lazy: Lazy, form: Format, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
         """The tensors of a weight, decoded again to tell their error; UserError for a value that is no number."""
         values = lazy.read()
-        if not torch.isfinite(values).all():
+        if not is_finite(values):
             why = "no scale fits them, and every weight of their block would be lost"
             instead = f"an earlier checkpoint; or {_PLAIN}, which writes them as they are"
             raise _refused(self.asked, f"{name} with values that are infinite or no numbers", why, instead)
@@ -212,7 +212,7 @@ class Quantized:
 
 def quantize(
     asked: str, model: PreTrainedModel, tensors: Mapping[str, Lazy], base: HubWeights | None
-) -> Quantized | None:
+) -> QuantizedTensors | None:
     """Choose what of an export's plain ``tensors`` is quantized, and how; None: nothing is, as in the base.
 
     ``asked``: a name in :data:`SCHEMES`, or ``same``: the base's own. Where the base is quantized it says which weights
@@ -226,7 +226,8 @@ def quantize(
         why = "what is quantized there can't be found here"
         raise _refused(asked, f"a base that holds {len(absent)} weights under other names: {first_names(absent)}", why)
     if asked == SAME and base is not None and (titles := base.formats.keys() - {w.form.title for w in packed.values()}):
-        raise _refused(asked, f"a base in {', '.join(sorted(titles))}", *_UNWRITTEN)
+        why = "what is in GGUF is made by llama.cpp's own tools (convert_hf_to_gguf.py, llama-quantize)"
+        raise _refused(asked, f"a base in {', '.join(sorted(titles))}", why, _UNWRITTEN)
     if asked == SAME and not own:
         if settings and base is None:
             why = "its files say which weights are quantized, and how"
@@ -236,7 +237,7 @@ def quantize(
         return None
     if asked == SAME or (own and set(own.values()) <= {scheme.form for scheme in SCHEMES[asked]}):
         _check_written(asked, own, base)
-        return Quantized(asked, settings, own, packed)
+        return QuantizedTensors(asked, settings, own, packed)
     scheme, linear = _chosen(asked, model, tensors, own)
     # engines join a module's projections, and so want all of them in one format
     mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
@@ -250,7 +251,7 @@ def quantize(
     if not chosen:
         found = f"no linear weight that loaders read in it in the layers of {a_type(model)}"
         raise _refused(asked, found, "nothing would be quantized")
-    return Quantized(asked, scheme.settings(left_out), forms, packed, unread=unread)
+    return QuantizedTensors(asked, scheme.settings(left_out), forms, packed, unread=unread)
 
 
 def _around(name: str) -> str:
@@ -260,8 +261,9 @@ def _around(name: str) -> str:
 
 def _check_written(asked: str, own: Mapping[str, Format], base: HubWeights | None) -> None:
     """Raises UserError unless the base's formats can be written, and nothing in its files would be lost by it."""
-    if unwritten := {form.title for form in own.values() if form.encode is None}:
-        raise _refused(asked, f"a base in {', '.join(sorted(unwritten))}", *_UNWRITTEN)
+    if unwritten := {form.title: form.unwritten for form in own.values() if form.encode is None}:
+        why = "; ".join(dict.fromkeys(unwritten.values()))
+        raise _refused(asked, f"a base in {', '.join(sorted(unwritten))}", why, _UNWRITTEN)
     if base is not None and (unread := base.published.unread):
         found = f"scales in the base that were measured on its activations: {first_names(unread)}"
         raise _refused(asked, found, "they are wrong for other weights", f"--format fp8; or {_PLAIN}")

@@ -8,7 +8,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.hub_names import hub_error
-from shardwright.files.safetensors_file import DTYPES, Entry, read_header
+from shardwright.files.safetensors_file import DTYPES, HeaderEntry, read_header
 
 SMALL = 2**20  # bytes of a tensor that may be fetched: shapes and other settings that a format keeps in tensors
 
@@ -31,7 +31,7 @@ class RemoteFile:
         except Exception as error:  # the hub client raises many kinds, and a header may hold anything
             raise hub_error(f"the header of {self.name}", self.repository, error) from error
 
-    def _array(self, entry: Entry) -> LazyArray:
+    def _array(self, entry: HeaderEntry) -> LazyArray:
         dtype = DTYPES[entry.dtype]
 
         def read(where: Slices) -> torch.Tensor:

@@ -41,6 +41,8 @@ def engine_notes(lora: Lora, model: PreTrainedModel, whole: PreTrainedModel, *, 
     head = model.get_output_embeddings()
     if not known.get("head", True) and any(model.get_submodule(n.rpartition(".")[0]) is head for n in lora.targets):
         yield f"{vllm} refuses factors of the head of a {architecture}: {_MERGE}"
+    if lora.tokens:
+        yield f"{vllm} refuses rows of an embedding (trainable_token_indices): {_MERGE}"
     if experts and not per_expert:
         read = "--adapter_format per_expert, where the hub calls them gate_proj, up_proj and down_proj"
         yield f"{sglang} does not read factors of fused experts: {read}; or {_MERGE}"

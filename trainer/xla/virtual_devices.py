@@ -20,8 +20,10 @@ THREADS = 64
 def prepare(devices: int) -> None:
     """Sets XLA's CPU client up, before it is opened, so that virtual devices never starve; what the user set stays."""
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS, 4 * devices)))
-    # operations one after another where they need not run at once, and none split over threads that others wait for
-    flags = ("xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen")
+    # operations one after another where they need not run at once, and none split over threads that others wait for;
+    # and fusions by XLA's older code: by the newer one a step compiles for half as long again, and is no faster
+    schedule, split = "xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen"
+    flags = (schedule, split, "xla_cpu_use_fusion_emitters")
     mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()
     ctypes.CDLL(None).signal(signal.SIGABRT, _ended)

@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 from compressed_tensors.compressors.mx_utils import decompress_mx_scale
-from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor, unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import quantize as compressed_tensors_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from transformers import (
     FineGrainedFP8Config,
 )
@@ -17,10 +19,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-private, transformers 5.23
 
 from shardwright.files.arrays import whole
-from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed, nvfp4
+from shardwright.weights.formats.plain_weights import plain
 from shardwright.weights.quantize import SCHEMES
 from tests.support import quantized
+from tests.support.hub_models import same
 
 INT4 = SCHEMES["int4"][0].settings([])
 
@@ -103,6 +106,61 @@ def test_mxfp4_bytes_of_one_weight_are_unpacked_by_compressed_tensors_to_what_is
     assert torch.equal(read, (codes * factors).to(torch.bfloat16))
     experts = {f"a{tail}": part for tail, part in mxfp4_experts(weight.T.unsqueeze(0), {}, {}).items()}
     assert torch.equal(whole(plain(experts, {}).tensors["a"])[0].T, read)
+
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+SHARED = {  # by compressed-tensors' names of it: the scales' shape, for 24 x 96
+    "channel": ((24, 1), {"strategy": "channel"}),
+    "tensor": ((1,), {"strategy": "tensor"}),
+    "group": ((24, 3), {"strategy": "group", "group_size": 32}),
+}
+
+
+@pytest.mark.parametrize("number", [FP8, INT8], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("shape", "shared"), SHARED.values(), ids=SHARED)
+def test_8_bit_codes_are_those_that_compressed_tensors_makes(number, shape, shared):
+    torch.manual_seed(0)
+    weight = (torch.randn(24, 96) * torch.logspace(-3, 2, 24).unsqueeze(1)).to(torch.bfloat16)
+    weight[0, :32] = 0
+    args = QuantizationArgs(**number, **shared)
+    size = {(24, 1): 96, (24, 3): 32}.get(shape, 24 * 96)
+    parts = weight.float().reshape(-1, size)
+    scales, zeros = calculate_qparams(parts.amin(1).reshape(shape), parts.amax(1).reshape(shape), args)
+    dtype = torch.float8_e4m3fn if number is FP8 else torch.int8
+    theirs = compressed_tensors_quantize(weight.float(), scales, zeros, args, dtype=dtype)
+    settings = {"config_groups": {"group_0": {"weights": {**number, **shared}}}}
+    like = {".weight": torch.empty(24, 96, dtype=dtype), ".weight_scale": torch.empty(shape)}
+    (form,) = [each.form for each in plain({f"a{tail}": part for tail, part in like.items()}, settings).packed.values()]
+    found = form.encode(weight, settings, like)
+    kept = (scales > 2e-7).reshape(shape)  # theirs of a group of zeros is the least number
+    assert torch.allclose(found[".weight_scale"][kept], scales[kept], rtol=1e-6)
+    differ = (found[".weight"].float() != theirs.float()).float().mean()
+    assert differ < 2e-3  # what lies halfway after the last bit of a scale
+    read = whole(plain({f"a{tail}": part for tail, part in found.items()}, settings).tensors["a.weight"])
+    assert (read.float() - weight.float()).norm() < 0.03 * weight.float().norm()
+
+
+def test_nvfp4_is_what_compressed_tensors_makes_with_the_base_s_number():
+    torch.manual_seed(0)
+    weight = (torch.randn(24, 96) * torch.logspace(-3, 2, 24).unsqueeze(1)).to(torch.bfloat16)
+    weight[0, :16] = 0
+    number = generate_gparam(weight.float().amin(), weight.float().amax())
+    args = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    groups = weight.float().reshape(24, -1, 16)
+    scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args.weights, global_scale=number)
+    state = {"weight": weight.float(), "weight_scale": scales, "weight_global_scale": number}
+    with torch.compiler.set_stance("force_eager"):
+        theirs = {f".{name}": part for name, part in NVFP4PackedCompressor.compress(state, args).items()}
+    found = nvfp4(".weight_packed", ".weight_global_scale", weight, {}, theirs)
+    assert same(found, theirs)
+    read = whole(plain({f"a{tail}": part for tail, part in found.items()}, {}).tensors["a.weight"])
+    back = NVFP4PackedCompressor.decompress({name[1:]: part for name, part in found.items()}, args)["weight"]
+    assert torch.equal(read, back.to(torch.bfloat16))
+    grown = nvfp4(".weight_packed", ".weight_global_scale", 1.25 * weight, {}, theirs)
+    clipped = whole(plain({f"a{tail}": part for tail, part in grown.items()}, {}).tensors["a.weight"]).float()
+    assert clipped.abs().max() == pytest.approx(weight.float().abs().max().item(), rel=0.01)
+    assert torch.isfinite(clipped).all()
 
 
 @pytest.mark.parametrize("group", [32, 128])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from compressed_tensors.compressors.mx_utils import decompress_mx_scale
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor, unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # semi-private, transformers 5.23
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-private, transformers 5.23
 
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.format import mapped
+from shardwright.weights.formats.plain_weights import plain
 from tests.support.slices import assert_every_slice
 
 
@@ -77,13 +81,23 @@ def test_nvfp4_of_compressed_tensors():
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_nvfp4_of_modelopt(shape):
-    codes, scales = random_bytes(7, 40), random_bytes(7, 5, most=126).view(torch.float8_e4m3fn)
-    factor = torch.full(shape, 3.1415e-4)
-    values = unpack_fp4_from_uint8(codes, 7, 80, dtype=torch.float32)
-    # NVFP4QTensor.dequantize of nvidia-modelopt: both scales in float32, then the codes
-    expected = (values.unflatten(-1, (-1, 16)) * (scales.float() * factor).unsqueeze(-1)).flatten(-2)
-    tensors = {"a.weight": codes, "a.weight_scale": scales, "a.weight_scale_2": factor, "a.input_scale": factor}
+    """``modelopt.safetensors`` has what nvidia-modelopt 0.47.0 itself gave of ``weight``, a group of zeros in it.
+
+    `NVFP4QTensor.quantize(weight, 16)`, and its `dequantize` to bfloat16 of that.
+    """
+    held = load_file(Path(__file__).with_name("modelopt.safetensors"))
+    factor = held["scale_2"].reshape(shape)
+    parts = {".weight": held["codes"], ".weight_scale": held["scale"], ".weight_scale_2": factor}
+    tensors = {f"a{tail}": part for tail, part in parts.items()} | {"a.input_scale": factor}
     found = plain(tensors | {"self_attn.k_proj.k_scale": factor}, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
     assert [*found.tensors] == ["a.weight"]
     assert found.packed["a.weight"].form.title == "NVFP4"
-    assert_every_slice(found.tensors["a.weight"], expected.to(torch.bfloat16))
+    # its table has 0 for -0
+    values = mapped(found.tensors["a.weight"], lambda part: part + 0.0, torch.bfloat16)
+    assert_every_slice(values, held["expected"])
+    again = found.packed["a.weight"].form.encode(held["weight"], {}, parts)
+    assert all(
+        torch.equal(again[tail].view(torch.uint8), parts[tail].view(torch.uint8))
+        for tail in (".weight", ".weight_scale")
+    )
+    assert torch.equal(again[".weight_scale_2"], factor)

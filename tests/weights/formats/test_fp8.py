@@ -13,7 +13,7 @@ from shardwright.errors import UserError
 from shardwright.files.arrays import whole
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from tests.support.hub_models import config_of, save_theirs
 from tests.support.slices import assert_every_slice
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from tests.support.slices import assert_every_slice
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that lies at each place of a word

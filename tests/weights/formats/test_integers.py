@@ -9,7 +9,7 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from shardwright.files.arrays import LazyArray
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from tests.support.slices import assert_every_slice
 
 # strategy, columns, columns of a group

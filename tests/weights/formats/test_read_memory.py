@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.files.arrays import whole
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from tests.support import quantized
 
 MIB = 1 << 20

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwright.errors import UserError
+from shardwright.files.arrays import whole
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
-from shardwright.weights.formats.published import plain
+from shardwright.weights.formats.plain_weights import plain
 from shardwright.weights.weight_files import INDEX
 from tests.support import quantized
 from tests.support.hub_models import config_of, save_theirs
@@ -106,7 +107,28 @@ def test_layers_in_several_formats_and_some_in_none_are_read(tmp_path):
     weights = hub_read.open_hub_weights(str(tmp_path), meta_model(config))
     assert weights.said == "NVFP4 (3 tensors), FP8 (4 tensors), MXFP4 (7 tensors), dequantized to bfloat16"
     for name, values in expected.items():
-        assert torch.equal(weights(name)[tuple(slice(0, size) for size in values.shape)], values), name
+        assert torch.equal(whole(weights(name)), values), name
+    # what is no number in a scale, a code or a plain weight is told when it is read, with all of the rest untouched
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoilt = {
+        "model.layers.0.mlp.up_proj": (".weight_scale", 255),
+        "model.layers.1.self_attn.k_proj": (".weight", 127),
+        "model.layers.1.mlp.up_proj": (".weight_scale_2", torch.inf),
+        "model.norm": (".weight", torch.nan),
+    }
+    for name, (tail, value) in spoilt.items():
+        flat = tensors[name + tail].reshape(-1)
+        (flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat)[0] = value
+    in_files(tmp_path, tensors)
+    weights = hub_read.open_hub_weights(str(tmp_path), meta_model(config))
+    for name in expected:
+        stem, file = name.removesuffix(".weight"), 2 if "layers.1." in name else 1
+        if stem not in spoilt:
+            whole(weights(name))
+            continue
+        message = rf"{name} with values that are infinite or no numbers \(in model-{file}\.safetensors\)"
+        with pytest.raises(UserError, match=message):
+            whole(weights(name))
 
 
 def test_a_weight_that_is_there_twice_is_refused():

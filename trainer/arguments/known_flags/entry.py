@@ -128,6 +128,12 @@ def all_of(names: str, entry: Entry) -> dict[str, Entry]:
     return dict.fromkeys(names.split(), entry)
 
 
+def under(names: str) -> Entry:
+    """The name of a column, a key or a role in records, which is read if it is one of ``names``."""
+    at = all_of(names, NOTHING)
+    return missing("it is read under another name", f"records that have it as {' or '.join(at)}", at=at)
+
+
 def same(names: str) -> dict[str, Entry]:
     """Arguments that are options here under the same names."""
     return {name: ours(name) for name in names.split()}
@@ -160,32 +166,3 @@ def padding_alone(value: Any) -> Any:
     if names != ["pad_token"]:
         raise ValueError("a model is trained with the tokens of its own tokenizer")
     return value
-
-
-def first_to_train_on(value: Any) -> str:
-    """The first split, of a list or a text with commas, with `train` in its name; what is held out follows from it."""
-    names = value.split(",") if isinstance(value, str) else list(value)
-    return next((str(name).strip() for name in names if "train" in str(name)), str(names[0]))
-
-
-def only_one(value: Any) -> str:
-    """The one dataset of a list, a mapping or a text with commas; ValueError for several, whose shares must be said."""
-    found = json.loads(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
-    found = found.split(",") if isinstance(found, str) else list(found)
-    if len(found) != 1:
-        raise ValueError("several datasets need their shares of the rows: --dataset a.jsonl:0.7,b.jsonl:0.3")
-    return found[0] if isinstance(found[0], str) else _described(found[0])
-
-
-def _described(entry: Mapping[str, Any]) -> str:
-    """A dataset in axolotl's words (`path`, `name`, `split`, `data_files`), as --dataset takes it."""
-    split = str(entry.get("split") or "train")
-    if "[" in split or "+" in split:
-        raise ValueError(f"a split is taken whole, and by itself, not {split}")
-    files = entry.get("data_files")
-    if files:
-        return only_one([files] if isinstance(files, str) else files)
-    if not entry.get("path"):
-        raise ValueError("it has no path")
-    configuration = f":{entry['name']}" if entry.get("name") else ""
-    return str(entry["path"]) + configuration + (f"#{split}" if split != "train" else "")

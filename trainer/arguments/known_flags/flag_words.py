@@ -1,7 +1,5 @@
 """A command line with theirs among its options, in the words of ours."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import json

@@ -1,5 +1,6 @@
 """Common keys of an axolotl YAML; what it passes on to transformers' Trainer by the same name is in that table."""
 
+from shardwright.arguments.known_flags.dataset_words import held_out, known_roles, several, template
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
@@ -9,11 +10,11 @@ from shardwright.arguments.known_flags.entry import (
     fills,
     joined,
     missing,
-    only_one,
     ours,
     padding_alone,
     same,
     sets,
+    under,
     unneeded,
     words,
 )
@@ -42,6 +43,23 @@ PACKED = unneeded("rows are packed by best fit, and packed samples never see eac
 FAMILY = unneeded("the config says the family")
 RATE = missing("all weights have one learning rate", "--learning_rate")
 PER_EPOCH = "steps are counted here: a share of an epoch is a number of steps"
+TEMPLATE = ours(
+    "chat_template",
+    at={
+        **all_of(
+            "alpaca aya cohere command_a deepseek_v2 deepseek_v3 exaone exaone4 falcon_h1 gemma gemma3 gemma4 inst "
+            "jamba llama3 llama3_2_vision llama4 llava metharme mistral_v1 mistral_v2v3 mistral_v3_tekken phi_3 phi_35 "
+            "phi_4 pixtral qwen2_vl qwen3 qwen3_5 qwen_25",
+            missing(
+                "no such template ships; the tokenizer's own is used where it has one",
+                "--chat_template with the hub id of a chat model that has it",
+            ),
+        ),
+        "tokenizer_default": unneeded("the tokenizer's own is used"),
+        "tokenizer_default_fallback_chatml": unneeded("the tokenizer's own is used; a base model takes chatml by name"),
+        "jinja": unneeded("chat_template_jinja says which"),
+    },
+)
 
 ARGUMENTS: dict[str, Entry] = {
     # the model
@@ -63,9 +81,40 @@ ARGUMENTS: dict[str, Entry] = {
     **all_of("tokens added_tokens_overrides resize_token_embeddings_to_32x", NO_TOKENS),
     **all_of("bos_token eos_token pad_token unk_token eot_tokens fix_untrained_tokens", OWN_TOKENS),
     # the data
-    "datasets": ours("dataset", read=only_one),
-    "test_datasets": ours("eval_dataset", read=only_one),
-    "pretraining_dataset": ours("dataset", "learned whole, as it is read", only_one, options={"streaming": True}),
+    "datasets": ours("dataset", "several are mixed by their sizes", several),
+    "test_datasets": ours("eval_dataset", read=held_out),
+    "pretraining_dataset": ours("dataset", "learned whole, as it is read", several, options={"streaming": True}),
+    # further keys of an entry of these lists
+    "datasets.type": missing(
+        "no words are put around a record",
+        "records with the columns messages, or prompt and completion, or instruction and output",
+        at=all_of(
+            "alpaca chat_template chat_template.default sharegpt completion pretrain",
+            unneeded("records are recognised by their columns"),
+        ),
+    ),
+    "datasets.ds_type": unneeded("a file's name says its kind"),
+    **all_of("datasets.trust_remote_code datasets.preprocess_shards", NOTHING),
+    **all_of("datasets.shards datasets.shards_idx", missing("a dataset is taken whole", "--max_samples")),
+    "datasets.field": ours("text_column", at={"text": NOTHING}),
+    "datasets.field_messages": under("messages conversations"),
+    "datasets.field_system": under("system"),
+    "datasets.field_tools": under("tools"),
+    "datasets.message_field_role": under("role from"),
+    "datasets.message_field_content": under("content value"),
+    "datasets.message_field_training": under("train weight"),
+    "datasets.message_property_mappings": under("role=role,content=content role=from,content=value"),
+    "datasets.roles": Entry(OURS, read=known_roles),
+    "datasets.roles_to_train": missing(
+        "the assistant's turns are learned",
+        "--train_on_prompt true, or `train` in messages",
+        at=all_of("assistant gpt", DEFAULT),
+    ),
+    **all_of(
+        "datasets.train_on_eos datasets.train_on_eot",
+        missing("each turn is learned with the token that ends it", "nothing", at={"turn": DEFAULT}),
+    ),
+    "datasets.chat_template": TEMPLATE,
     "dataset_prepared_path": CACHE,
     **all_of("dataset_processes dataset_num_proc dataset_keep_in_memory", LOADER),
     **all_of(
@@ -74,8 +123,8 @@ ARGUMENTS: dict[str, Entry] = {
     "push_dataset_to_hub": PUSH,
     "val_set_size": HELD_OUT,
     "dataset_exact_deduplication": missing("records are trained on as often as they come", "data without doubles"),
-    "chat_template": ours("chat_template", at={"tokenizer_default": unneeded("the tokenizer's own is used")}),
-    "chat_template_jinja": ours("chat_template"),
+    "chat_template": TEMPLATE,
+    "chat_template_jinja": ours("chat_template", read=template),
     "default_system_message": missing(
         "a conversation is rendered as it is", "a first message of the role system in each record"
     ),

@@ -1,5 +1,6 @@
 """Common arguments of LLaMA-Factory (its model, data and finetuning arguments); the rest are transformers' own."""
 
+from shardwright.arguments.known_flags.dataset_words import held_out, only_one, several
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
@@ -7,10 +8,10 @@ from shardwright.arguments.known_flags.entry import (
     all_of,
     fills,
     missing,
-    only_one,
     ours,
     same,
     sets,
+    under,
     unneeded,
     words,
 )
@@ -30,6 +31,22 @@ NO_GALORE = missing("there is no GaLore, APOLLO or BAdam here", "--lora_r 16, or
 ADAPTER_ALONE = unneeded("OUTPUT_DIR/model is written as the hub has it; scripts/export.py writes other formats")
 PICTURES = unneeded("a model's text part is what is trained")
 SAMPLING = unneeded("--sample_temperature and --sample_top_p say how sample answers are drawn")
+# keys of an entry of dataset_info.json, which a port puts in the place of its name → the names that are read here
+_NAMES = {
+    "columns.prompt": "instruction prompt",
+    "columns.query": "input",
+    "columns.response": "output completion text",
+    "columns.messages": "messages conversations",
+    "columns.kto_tag": "label",
+    **{f"columns.{name}": name for name in ("history", "system", "tools", "chosen", "rejected")},
+    "tags.role_tag": "from role",
+    "tags.content_tag": "value content",
+    "tags.user_tag": "human user",
+    "tags.assistant_tag": "gpt assistant",
+    "tags.observation_tag": "observation tool",
+    "tags.function_tag": "function_call",
+    "tags.system_tag": "system",
+}
 
 ARGUMENTS: dict[str, Entry] = {
     # the model
@@ -79,9 +96,20 @@ ARGUMENTS: dict[str, Entry] = {
     **all_of("export_dir export_size export_device export_legacy_format export_hub_model_id", ADAPTER_ALONE),
     **all_of("infer_backend infer_dtype offload_folder use_kv_cache", unneeded("a run trains")),
     # the data
-    "dataset": ours("dataset", "a name of dataset_info.json stands for a file or a hub id: write that", only_one),
-    "eval_dataset": ours("eval_dataset", "a name of dataset_info.json stands for a file or a hub id: write that"),
-    "dataset_dir": unneeded("--dataset takes files and hub ids"),
+    "dataset": ours(
+        "dataset", "a name that no dataset_info.json has is for you to replace by a file or hub id", several
+    ),
+    "eval_dataset": ours("eval_dataset", read=held_out),
+    "dataset_dir": unneeded("--dataset takes files and hub ids; names in a dataset_info.json there are looked up"),
+    **all_of("dataset.formatting dataset.ranking", unneeded("records are recognised by their columns")),
+    **{f"dataset.{name}": under(names) for name, names in _NAMES.items()},
+    **all_of(
+        "dataset.ms_hub_url dataset.om_hub_url dataset.script_url dataset.cloud_file_name dataset.load_from "
+        "dataset.folder",
+        missing("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
+    ),
+    "dataset.file_sha1": NOTHING,
+    "dataset.num_samples": missing("a dataset is taken whole, or by its share of the rows", "--dataset a:0.7,b:0.3"),
     "template": unneeded(
         "a conversation is rendered with the tokenizer's own template",
         at={"chatml": sets(chat_template="chatml")},

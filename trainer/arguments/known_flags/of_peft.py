@@ -5,6 +5,9 @@ from shardwright.arguments.known_flags.entry import Entry, all_of, joined, missi
 PLACE = unneeded("the run writes it into the adapter's config itself")
 PLAIN = missing("an adapter is LoRA, DoRA or rsLoRA here", "--lora_r 16, with --use_dora or --use_rslora if wanted")
 DATA_STARTS = missing("its factors come from the training data, in a pass before it", "--init_lora_weights pissa")
+EVA_START = missing(
+    "its factors come from the training data, in a pass before it", "--adapter with the folder of PEFT's own start"
+)
 PARAMETERS = ours("lora_target", "experts' weights by their names", read=words, many=True)
 TARGETS = ours("lora_target", read=words, many=True, at={"none": unneeded("all linear layers are adapted")})
 
@@ -21,7 +24,8 @@ ARGUMENTS: dict[str, Entry] = {
         "init_lora_weights",
         at={
             "false": missing("factors that begin at random train nothing sooner", "--init_lora_weights true"),
-            **all_of("eva corda lora_ga", DATA_STARTS),
+            "eva": EVA_START,
+            **all_of("corda lora_ga", DATA_STARTS),
             **all_of("loftq orthogonal", missing("factors don't begin so here", "--init_lora_weights pissa or olora")),
         },
     ),
@@ -45,9 +49,7 @@ ARGUMENTS: dict[str, Entry] = {
     ),
     "lora_bias": PLAIN,
     **all_of("megatron_config megatron_core", unneeded("the recipe lays factors out over the devices")),
-    "trainable_token_indices": missing(
-        "rows of an embedding are not trained by themselves", "--modules_to_save embed_tokens", many=True
-    ),
+    "trainable_token_indices": ours("trainable_token_indices", read=words, many=True),
     "loftq_config": missing("a base is stored in few bits as it is", "--base_dtype nf4 --init_lora_weights pissa"),
     **all_of("eva_config corda_config lora_ga_config", DATA_STARTS),
     **all_of("velora_config monteclora_config arrow_config kasa_config use_bdlora use_qalora", PLAIN),

@@ -1,5 +1,6 @@
 """Arguments of trl's trainers and scripts (1.16), and those of earlier releases and of the alignment handbook."""
 
+from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
@@ -7,9 +8,7 @@ from shardwright.arguments.known_flags.entry import (
     all_of,
     behind,
     fills,
-    first_to_train_on,
     missing,
-    only_one,
     ours,
     same,
     sets,
@@ -19,6 +18,7 @@ from shardwright.arguments.known_flags.entry import (
 from shardwright.arguments.known_flags.of_transformers import (
     COLUMNS,
     DTYPE,
+    HELD_OUT,
     KERNELS,
     LOADER,
     NO_CODE,
@@ -60,6 +60,15 @@ COMMON: dict[str, Entry] = {
     "eos_token": missing("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
     "disable_dropout": unneeded("dropout is what the model's config says, which is none since Llama"),
     "chat_template_path": ours("chat_template"),
+}
+
+# the `datasets` of a YAML file: a mixture, each by its place and its share
+MIXTURE: dict[str, Entry] = {
+    "datasets": ours("dataset", "without fractions they are mixed by their sizes", several),
+    "datasets.columns": unneeded("columns say what records are"),
+    "datasets.data_dir": missing("a dataset is taken whole", "--dataset with a folder of its files"),
+    "streaming": ours("streaming"),
+    "test_split_size": HELD_OUT,
 }
 
 SFT: dict[str, Entry] = {
@@ -239,7 +248,7 @@ OLDER: dict[str, Entry] = {
     "num_of_sequences": unneeded("rows are packed as the data are read"),
     "chars_per_token": unneeded("tokens are counted"),
     "eval_dataset_name": ours("eval_dataset"),
-    "dataset_mixer": ours("dataset", read=only_one),
+    "dataset_mixer": ours("dataset", read=several),
     "dataset_splits": behind("dataset", "#", read=first_to_train_on),
     "dataset_configs": missing(
         "a dataset's configuration stands behind its name", "--dataset id:configuration", many=True

@@ -17,6 +17,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     "transformers, earlier": of_transformers.OLDER,
     "transformers' and Alpaca's examples": of_transformers.EXAMPLES,
     "trl's ScriptArguments": of_trl.SCRIPT,
+    "trl's DatasetMixtureConfig": of_trl.MIXTURE,
     "trl's ModelConfig": of_trl.MODEL,
     "trl's SFTConfig": of_trl.SFT,
     "trl's DPOConfig": of_trl.DPO,
@@ -30,7 +31,7 @@ TABLE: dict[str, dict[str, Entry]] = {
 }
 _EVERY = tuple(TABLE)
 _HUGGING_FACE = ("transformers' TrainingArguments", "transformers, earlier", "transformers' and Alpaca's examples")
-_TRL = ("trl's ScriptArguments", "trl's ModelConfig", *_HUGGING_FACE, "trl, earlier")
+_TRL = ("trl's ScriptArguments", "trl's DatasetMixtureConfig", "trl's ModelConfig", *_HUGGING_FACE, "trl, earlier")
 # program → the sources of its arguments, the first that has one first
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "ours": _EVERY,

@@ -83,7 +83,7 @@ def translated(
         found.fill |= outcome.fill
     for name, text in sorted(suffixes, key=lambda each: each[1].startswith("#")):  # a split behind a configuration
         if name in found.options:
-            found.options[name] = f"{word(found.options[name])}{text}"
+            found.options[name] = ",".join(f"{part}{text}" for part in word(found.options[name]).split(","))
             found.extended.append(name)
     found.fill = {name: value for name, value in found.fill.items() if name not in found.options}
     return found

@@ -6,12 +6,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.arguments.known_flags.flag_words import is_option
 from shardwright.arguments.known_flags.table import find
+from shardwright.arguments.port.datasets import spread
 from shardwright.arguments.run_file import read_options
 from shardwright.errors import UserError
 
@@ -46,6 +47,11 @@ def read_published(path: str) -> Published:
 
     Raises UserError if there is no such file, or no training is started in it.
     """
+    found = _read(path)
+    return replace(found, pairs=spread(found.program, found.pairs, Path(path).parent))
+
+
+def _read(path: str) -> Published:
     if path.endswith(YAML):
         return _of_file(path, read_options(path))
     try:

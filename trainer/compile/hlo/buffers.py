@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 _RANGE = re.compile(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
-_VALUE = re.compile(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
+# a loop's own values, such as the stack that its turns write into, are marked as phi
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
 _OVER_TIME = re.compile(r"^    (\S+) (\d+)$", re.MULTILINE)
 
 

@@ -5,8 +5,6 @@ sizes it is interpolated over the size's logarithm, beyond them it stays. A chip
 The user can set each kind to one number (``--efficiency``).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

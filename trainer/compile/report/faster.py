@@ -1,7 +1,5 @@
 """Options that a compiled job leaves out and that would make its step faster, as lines for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from shardwright.compile.report.report import CompileReport

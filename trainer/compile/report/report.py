@@ -122,11 +122,14 @@ class CompileReport(MemorySizes):
     libtpu: str = ""  # version of the compiler
     timelines: tuple[Timeline, ...] = ()  # of the train step, then of one run of its longest loops
 
-    def beside(self, graph: str, other: CompileReport) -> CompileReport:
-        """Merges the memory of another graph of the same run into the verdict of this step, which fits."""
+    def beside(self, graph: str, other: CompileReport, alone: bool = False) -> CompileReport:
+        """Merges the memory of another graph of the same run into the verdict of this step, which fits.
+
+        ``alone``: it runs before the model of this step is on the devices, as a teacher does.
+        """
         # frozen weights are part of the state too, though no output takes their place
         state = max(self.alias_bytes, self.weights_bytes + self.optimizer_bytes)
-        held = max(state - other.weights_bytes, 0)
+        held = 0 if alone else max(state - other.weights_bytes, 0)
         (memory,) = other.graphs
         fits = other.fits and other.required_bytes + held <= self.chip_hbm_bytes
         memory = dataclasses.replace(memory, graph=graph, held_bytes=held, fits=fits)

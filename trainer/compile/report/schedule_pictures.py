@@ -62,7 +62,12 @@ def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence
     steps = [f"H{number}V{y(base + count)}" for number, count in enumerate(timeline.held)]
     path = f"M0 {y(base)}V{y(base + timeline.held[0])}{''.join(steps)}H{COLUMNS}V{y(base)}z" if timeline.held else ""
     most = size(alive)
-    said = f"alive at most {most}, of it arguments {size(base)}; {size(reserved)} reserved, {size(limit)} can be used"
+    said = f"alive at most {most}, of it arguments {size(base)}; "
+    if timeline.held:
+        gaps = max(report.temp_bytes - max(timeline.held), 0)
+        rest = max(reserved - alive - gaps, 0)
+        said += f"{size(gaps)} of gaps between temporaries, {size(rest)} of program and outputs; "
+    said += f"{size(reserved)} reserved in all, {size(limit)} can be used"
     return TimelinePicture(title, lanes, ticks, y(base), path, y(limit), y(reserved), f"≤ {most}", said)
 
 

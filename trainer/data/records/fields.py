@@ -37,7 +37,7 @@ def unread_columns(record: Mapping[str, Any], shape: RecordShape) -> list[str]:
 
 
 def unread_features(features: Mapping[str, Any], shape: RecordShape) -> list[str]:
-    """As :func:`unread_columns`, by the columns' types."""
+    """Like :func:`unread_columns`, by the columns' types."""
     types = {name: getattr(feature, "dtype", None) or type(feature).__name__ for name, feature in features.items()}
     return [f"{n} ({kind})" for n, kind in types.items() if n not in shape.columns and kind != "null"]
 

@@ -1,4 +1,4 @@
-"""Sources of records: the standard library, local files, the hub or a caller's; and the choice of their splits."""
+"""Sources of records: the standard library, files here or in a bucket, the hub or a caller's; and their splits."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ from typing import TypeAlias
 import datasets
 from datasets import Dataset, IterableDataset
 
+from shardwright.data.records.bucket import copied
 from shardwright.errors import UserError, a_type, nearest_beside
 
 SUFFIXES = {
@@ -118,6 +119,9 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
     if base and _SPLIT.fullmatch(split):
         whole = locate(base, option)
         return whole if isinstance(whole, HeldRecords) else replace(whole, asked=asked, split=split)
+    if "://" in dataset:
+        copy = copied(dataset, asked, _is_data)
+        return Files(asked, *_local_files(copy, asked), is_folder=copy.is_dir())
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
         raise UserError(
             asked=asked,
@@ -197,6 +201,10 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
         )
     return files, next(iter(kinds))
+
+
+def _is_data(name: str) -> bool:
+    return Path(name).suffix.lower() in KIND_OF
 
 
 def _kind(file: Path) -> str:

@@ -9,9 +9,11 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import datasets
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
@@ -19,6 +21,7 @@ from shardwright.data.records.documents import Documents
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
+from shardwright.files.scratch import scratch_folder
 
 FINGERPRINT_ROWS = 64  # stored rows in a fingerprint; reading them takes milliseconds
 ROWS_AT_ONCE = 1024  # rows whose tokens are counted together
@@ -204,3 +207,21 @@ def load_rows(folder: Path) -> dict[str, StoredRows]:
     """Split → rows, as `write_rows` wrote them."""
     tallies = json.loads((folder / "rows.json").read_text())
     return {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in tallies}
+
+
+@contextmanager
+def quiet_scratch(root: Path) -> Iterator[Path]:
+    """A folder in ``root`` for a while, in which the bars of `datasets` are switched off.
+
+    They flash by for small data and break the console's own live line.
+    """
+    # semi-private, one switch for the whole process: datasets/utils/tqdm.py, datasets 5.2
+    shown = not datasets.are_progress_bars_disabled()
+    if shown:
+        datasets.disable_progress_bars()
+    try:
+        with scratch_folder(root, "scratch-") as scratch:
+            yield scratch
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

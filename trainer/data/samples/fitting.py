@@ -18,7 +18,7 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
 from shardwright.data.samples.samples import Encoder, Group, Sample, joined
 from shardwright.data.samples.tally import BECAUSE, REASONS
-from shardwright.data.samples.unpaired import one_by_one
+from shardwright.data.samples.unpaired_answers import one_by_one
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.distill import TEACHER, width
@@ -27,7 +27,7 @@ from shardwright.objectives.objective import RecordShape
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How records become samples, and samples rows."""
+    """The options by which records become samples, and samples rows."""
 
     train_on_prompt: bool = False  # the loss is on every token, not on the answers alone
     overflow: str = "truncate_right"  # for samples longer than a row: of shardwright.arguments.data_options.OVERFLOW

@@ -27,7 +27,7 @@ from shardwright.data.samples.chat import (
     with_prompt,
 )
 from shardwright.data.samples.masks import masked
-from shardwright.data.samples.taught import taught_values
+from shardwright.data.samples.teacher_values import taught_values
 from shardwright.data.samples.template import Rendering, Template, Turn
 from shardwright.data.samples.tokens import Tokens, as_written
 from shardwright.data.tokenizer import plain_tokens, special_ids
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def scored(self) -> int:
-        """How many targets the loss is on; a first token is no target."""
+        """The number of targets that the loss is on; a first token is no target."""
         return int((self.labels[1:] != IGNORE).sum())
 
 

@@ -9,11 +9,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardwright.files.arrays import Array, Slices, whole
+from shardwright.weights.formats.encode import four_bit_table, int8_rows
 from shardwright.weights.formats.format import Format, Parts, Settings, dequantized, looked_up, shape_error, unpacked
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
@@ -142,6 +144,7 @@ def _four_bits(state: str) -> Format:
         decode=lambda parts, settings: _decode_4bit(parts, state),
         plain="",
         optional=(_NESTED, _NESTED_MAP),
+        encode=partial(four_bit_table, state),
     )
 
 
@@ -153,4 +156,5 @@ INT8 = Format(
     holds=lambda parts: parts[".weight"].dtype == torch.int8 and len(parts[".weight"].shape) == 2,
     decode=_decode_int8,
     optional=(".weight_format",),
+    encode=int8_rows,
 )

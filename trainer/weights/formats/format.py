@@ -42,6 +42,7 @@ class Format:
     optional: tuple[str, ...] = ()  # ends of names that a weight may have beside
     unread: tuple[str, ...] = ()  # ends of names that may be there, and on which the values do not depend
     encode: Encode | None = None  # None: it is read, and not written
+    unwritten: str = "no way back into it is published"  # why there is no `encode`
 
 
 def shape_error(name: str, array: Array, wanted: str) -> ValueError:

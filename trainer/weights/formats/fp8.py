@@ -61,7 +61,7 @@ def _fp8(scale: str, title: str, main: str = ".weight", plain: str = ".weight", 
 
 
 BLOCKS = _fp8(".weight_scale_inv", "FP8 in blocks", encode=partial(fp8_blocks, ".weight_scale_inv"))
-ROWS = _fp8(".weight_scale", "FP8")
+ROWS = _fp8(".weight_scale", "FP8", encode=partial(fp8_blocks, ".weight_scale"))
 SCALE = _fp8(".scale", "FP8 in blocks", encode=partial(fp8_blocks, ".scale"))  # DeepSeek-V4's name of the same
 FUSED = [
     _fp8(f"{name}_scale_inv", "FP8 in blocks", name, name) for name in (".gate_up_proj", ".down_proj")

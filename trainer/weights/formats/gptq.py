@@ -28,6 +28,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of its eight codes
 # the config's name of a layout of GPTQ -> what is added to a stored zero
 _ADDED = {"gptq": 1, "gptq_v2": 0, "auto_round:auto_gptq": 1}
 _PARTS = (".qzeros", ".scales")
+_CALIBRATED = (
+    "its codes are chosen by what the model computes of sample texts, and trained weights say nothing of these"
+)
 
 
 def _is_awq(parts: Parts) -> bool:
@@ -90,6 +93,7 @@ GPTQ = Format(
     holds=lambda parts: _holds(parts) and not _is_awq(parts),
     decode=_gptq,
     optional=(".g_idx",),
+    unwritten=_CALIBRATED,
 )
 AWQ = Format(
     title="AWQ",
@@ -97,4 +101,5 @@ AWQ = Format(
     scales=_PARTS,
     holds=lambda parts: _holds(parts) and _is_awq(parts),
     decode=_awq,
+    unwritten=_CALIBRATED,
 )

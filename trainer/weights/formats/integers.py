@@ -8,7 +8,7 @@ of their range; `weight` in int8 has them one by one.
 import torch
 
 from shardwright.files.arrays import Array, whole
-from shardwright.weights.formats.encode import int4_packed
+from shardwright.weights.formats.encode import int4_packed, int8_plain
 from shardwright.weights.formats.format import (
     Format,
     Parts,
@@ -88,7 +88,7 @@ def _holds(codes: str, dtype: torch.dtype) -> Format:
         if packed
         else lambda parts, settings: _values(parts[codes], parts, parts.get(".weight_zero_point", 0), settings),
         optional=(".weight_zero_point", ".weight_g_idx"),
-        encode=int4_packed if packed else None,
+        encode=int4_packed if packed else int8_plain,
     )
 
 

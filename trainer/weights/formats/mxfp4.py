@@ -5,6 +5,9 @@ rows of blocks, `X_blocks` [experts, out, blocks, 16] and `X_scales`; compressed
 `weight_scale`, DeepSeek-V4 `weight` and `scale`, in the order of the plain weight.
 """
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 
 from shardwright.files.arrays import Array, LazyArray, Slices
@@ -73,8 +76,16 @@ def _mxfp4(
         decode=lambda parts, settings: grouped(parts[main], powers_of_two(parts[scale]), _GROUP),
         plain=plain,
         unread=unread,
-        encode=encode,
+        encode=encode or partial(_under_names, main, scale),
     )
+
+
+def _under_names(
+    main: str, scale: str, values: torch.Tensor, settings: Settings, like: Parts
+) -> Mapping[str, torch.Tensor]:
+    """The tensors of `mxfp4_packed` under other names, in the base's dtypes."""
+    codes, scales = mxfp4_packed(values, settings, like).values()
+    return {main: codes.view(like[main].dtype), scale: scales.view(like[scale].dtype)}
 
 
 GPT_OSS = Format(

@@ -6,10 +6,12 @@ before it meets the code, as both do it.
 """
 
 import math
+from functools import partial
 
 import torch
 
 from shardwright.files.arrays import Array, whole
+from shardwright.weights.formats.encode import nvfp4
 from shardwright.weights.formats.format import Format, Parts, Settings, mapped, shape_error
 from shardwright.weights.formats.mxfp4 import BYTES, grouped
 
@@ -43,6 +45,7 @@ def _nvfp4(codes: str, number: str, *, divides: bool, unread: tuple[str, ...] = 
         holds=lambda parts: parts[codes].dtype in BYTES and parts[".weight_scale"].dtype == torch.float8_e4m3fn,
         decode=decode,
         unread=unread,
+        encode=partial(nvfp4, codes, number),
     )
 
 

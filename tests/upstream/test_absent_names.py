@@ -13,7 +13,7 @@ import trl
 from rich.console import Console
 
 from shardwright import Trainer, UserError
-from shardwright.upstream.names import ATTRIBUTES, KEYWORDS, NotHere
+from shardwright.upstream.absent_names import ATTRIBUTES, KEYWORDS, NotHere
 
 KINDS = [transformers.Trainer, trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer]
 

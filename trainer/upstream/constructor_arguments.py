@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, a_type
-from shardwright.upstream.given_optimizers import optimizer_options
-from shardwright.upstream.names import KEYWORDS
+from shardwright.upstream.absent_names import KEYWORDS
+from shardwright.upstream.caller_optimizers import optimizer_options
 
 _NF4 = "nf4"
 

@@ -60,7 +60,7 @@ class PackedWeight:
 
 
 @dataclass(frozen=True)
-class Published:
+class PlainWeights:
     """A checkpoint's tensors, with plain weights in the place of packed ones."""
 
     tensors: Mapping[str, Array]  # by the names that an unquantized checkpoint would have
@@ -74,7 +74,7 @@ class Published:
 
 def plain(
     tensors: Mapping[str, Array], settings: Settings | None, beside: Callable[[str], bool] = lambda name: False
-) -> Published:
+) -> PlainWeights:
     """``tensors`` by the files' names, dequantized; ``settings``: the config's quantization_config.
 
     ``beside`` tells the names that no model needs: such tensors stay as they are where they can't be dequantized. Else
@@ -104,7 +104,7 @@ def plain(
             text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise FormatError(f"{name} in {weight.form.title}: {text}", parts) from error
     packed = {name: weight for name, weight in found.items() if weight.form.title and name not in as_stored}
-    return Published(values, packed, frozenset(unread))
+    return PlainWeights(values, packed, frozenset(unread))
 
 
 def base_dtype(config: PretrainedConfig) -> torch.dtype | None:
