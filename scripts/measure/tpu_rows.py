@@ -210,6 +210,9 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "large_slices": {
         "2 layers of Llama-3-8B, v5p:8x8x16": step("llama_fsdp", _LLAMA2, "v5p:8x8x16", 1, _TRAIN, length=2048),
+        "5 layers of DeepSeek-V3, v5p:8x8x16": step(
+            "deepseek_v3_ep", "deepseek_v3,num_hidden_layers=5,quantization_config=null", "v5p:8x8x16", 1, _TRAIN
+        ),
         "Llama-3-70B, 4 × v6e:16x16": step("llama_fsdp", _LLAMA70, "v6e:16x16", 1, "--slices 4", _TRAIN),
     },
     "optimizers": {

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,13 +81,27 @@ def compile_one(options: str, code: Path = ROOT) -> Report:
         words = [_file(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"
         command = [sys.executable, str(code / "scripts" / "compile.py"), *words, "--json", str(out)]
-        path = os.environ | {"PYTHONPATH": str(code)}  # else the installed code
-        done = subprocess.run(command, cwd=code, env=path, capture_output=True, text=True, check=False)
+        environment = importing(code, Path(folder))
+        done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, check=False)
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
     found = next((number for number, line in enumerate(lines) if "found:" in line), len(lines) - 1)
     return {"failed": " ".join(" ".join(lines[found : found + 2]).split())}
+
+
+def importing(code: Path, folder: Path) -> dict[str, str]:
+    """The environment in which ``import shardwright`` is ``code``'s package, linked together in ``folder``."""
+    project = tomllib.loads((code / "pyproject.toml").read_text(encoding="utf-8"))
+    package, *parts = project["tool"]["setuptools"]["package-dir"].items()
+    root = folder / "path" / package[0]
+    root.mkdir(parents=True)
+    for each in (code / package[1]).iterdir():
+        (root / each.name).symlink_to(each)
+    for name, place in parts:
+        (root / name.rpartition(".")[2]).symlink_to(code / place)
+    others = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(root.parent), *others])}
 
 
 def _file(word: str, folder: Path) -> str:

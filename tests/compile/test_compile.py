@@ -233,7 +233,8 @@ def test_the_largest_batch_is_found_in_a_few_compiles(
 
 def test_a_compile_takes_the_chips_flags_and_the_users_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_flash_attention=true --other=1")
-    flags = compiler_flags(CHIPS["v5p"], "xla_tpu_scoped_vmem_limit_kib= --xla_tpu_enable_async_all_to_all=false")
+    given = "xla_tpu_scoped_vmem_limit_kib= --xla_tpu_enable_async_all_to_all=false"
+    flags = compiler_flags(CHIPS["v5p"], given, "0.0.21")
     changed = {"xla_tpu_scoped_vmem_limit_kib", "xla_tpu_enable_flash_attention", "xla_tpu_enable_async_all_to_all"}
     kept = {name: value for name, value in FLAGS["v5p"].items() if name not in changed}
     assert flags == {**kept, "xla_tpu_enable_async_all_to_all": "false"}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile.libtpu import CompileTarget, compile_for
-from shardwright.compile.libtpu_library import find_library
 from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
-from shardwright.xla.chips import FLAGS, RUN_FLAGS, find_topology
+from shardwright.xla.chips import CHIPS, FLAGS, NEWER_FLAGS, RUN_FLAGS, find_topology
+from shardwright.xla.libtpu_library import find_library
 from tests.compile.test_libtpu import on_one_chip
 from tests.support.captured import MESH, captured_step
 from tests.support.paths import ROOT
@@ -47,22 +47,33 @@ def compiled(topology: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Com
 
 
 @needs_newer
-def test_its_collectives_are_read_with_their_axes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = compiled("v5e:2x4", cache, monkeypatch)
+def test_its_collectives_are_read_with_their_axes_and_its_flags_hide_the_gathers(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = CHIPS["v5p"].missing_flags("", NEWER)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(f"--{name}={value}" for name, value in flags.items()))
+    report = compiled("v5p:2x2x2", cache, monkeypatch)
     assert report.flops == pytest.approx(2.2135e9, rel=1e-2)  # as by the older one
     by_axis = {(line.kind, line.axis): line.wire_bytes for line in report.collectives if line.count > 1}
     assert by_axis["all-gather", "fsdp"] == 1572864  # the experts' weights, as by the older one
     assert by_axis["all-to-all", "expert"] == 1474560  # tokens
     assert report.alias_bytes == report.weights_bytes + report.optimizer_bytes  # every weight and moment is in place
     named = [buffer.bytes for buffer in report.largest_buffers if buffer.name.startswith("param")]
-    assert sum(named) == report.argument_bytes
+    assert named.count(786432) == 4  # the moments of the experts' two weights
+    gathers = [line for line in report.collectives if line.kind == "all-gather"]
+    assert len(gathers) > 2
+    assert not any(line.exposed_bytes for line in gathers)  # all of them are without NEWER_FLAGS
 
 
 @needs_newer
 def test_a_chip_of_two_devices_is_compiled_for_with_the_flags_of_all_chips(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {name: value for chip in (*FLAGS.values(), *RUN_FLAGS.values()) for name, value in chip.items()}
+    flags = {
+        name: value
+        for chip in (*FLAGS.values(), *RUN_FLAGS.values(), *NEWER_FLAGS.values())
+        for name, value in chip.items()
+    }
     monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(f"--{name}={value}" for name, value in flags.items()))
     report = compiled("tpu7x:2x2x1", cache, monkeypatch)
     assert (report.devices, report.mesh) == (8, MESH)

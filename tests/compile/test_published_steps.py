@@ -6,8 +6,8 @@ import statistics
 
 from shardwright.scripts.measure.published_steps import STEPS, estimated, facts_for, is_fit
 
-# dense on v5p; experts spread over four chips on v6e; the two devices of a tpu7x chip
-HELD_OUT = ("Llama-2-70B", "Mixtral-8x22B, capacity 1.25, experts spread over 4", "Llama-3.1-70B")
+# of a row found afterwards, dropless on v5p; experts spread over four chips on v6e; the two devices of a tpu7x chip
+HELD_OUT = ("DeepSeek-V3, fewer chips", "Mixtral-8x22B, capacity 1.25, experts spread over 4", "Llama-3.1-70B")
 
 
 def test_steps_that_set_nothing_are_met_and_lie_in_the_range() -> None:
@@ -23,5 +23,5 @@ def test_steps_that_set_nothing_are_met_and_lie_in_the_range() -> None:
 
 def test_half_of_the_rows_of_each_chip_are_held_out() -> None:
     for chip in ("v5p", "v6e", "tpu7x"):
-        kinds = [is_fit(name) for name, step in STEPS.items() if step.chip == chip]
+        kinds = [is_fit(name) for name, step in STEPS.items() if step.chip == chip and not step.blind]
         assert sum(kinds) - sum(not kind for kind in kinds) in (0, 1)

@@ -28,7 +28,7 @@ from shardwright.step.auto_remat import answer, untaken, with_remat
 from tests.support.tpu_compiler import asked_of
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
-TOPOLOGY = "v5p:2x2x2"
+TOPOLOGY, ROWS = "v5p:2x2x2", "--per_device_train_batch_size 2"
 Answer = Callable[[str, Job], CompileReport]
 
 
@@ -207,14 +207,17 @@ def test_tune_says_which_settings_the_estimate_does_not_tell_from_the_fastest(ta
 @pytest.mark.parametrize(
     ("topology", "compute", "options", "told"),
     [
-        ("v5p:2x2x2", "remat=full", "", ["--compute remat=auto", "--tune 60"]),
-        ("v5p:2x2x2", "remat=0.5", "", ["--tune 60"]),
-        ("v6e:2x4", "remat=0.5", "", ["--compiler_options xla_tpu_scoped_vmem_limit_kib=98304", "--tune 60"]),
-        ("v6e:2x4", "remat=0.5", "xla_tpu_scoped_vmem_limit_kib=98304", ["--tune 60"]),
+        ("v5p:2x2x2", "remat=full", "", [ROWS, "--compute remat=auto", "--tune 60"]),
+        ("v5p:2x2x2", "remat=0.5", "", [ROWS, "--tune 60"]),
+        ("v6e:2x4", "remat=0.5", "", [ROWS, "--compiler_options xla_tpu_scoped_vmem_limit_kib=98304", "--tune 60"]),
+        ("v6e:2x4", "remat=0.5", "xla_tpu_scoped_vmem_limit_kib=98304", ["--tune 60"]),  # links are not waited for
     ],
 )
 def test_a_compile_tells_the_options_that_make_the_step_faster(taking, monkeypatch, topology, compute, options, told):
-    asked_of(monkeypatch, lambda *_: dataclasses.replace(taking(0.4, 100.0), topology=topology))
+    report = dataclasses.replace(taking(0.4, 100.0), topology=topology)
+    shares = dict.fromkeys(report.estimate.shares, 0.0) | {"ici": 0.1 * report.estimate.seconds * (ROWS in told)}
+    report = dataclasses.replace(report, estimate=dataclasses.replace(report.estimate, shares=shares))
+    asked_of(monkeypatch, lambda *_: report)
     args, out = dataclasses.replace(ARGS, compute=compute), StringIO()
     asked = CompileArguments(topology=topology, compiler_options=options)
     compile_command.run(args, asked, Console(file=out, width=200))

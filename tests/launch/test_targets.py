@@ -20,6 +20,7 @@ from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_command import write
 from shardwright.launch.launch_plan import script
 from shardwright.launch.request import IMAGE_FOLDER
+from shardwright.launch.slices import GENERATIONS
 from shardwright.launch.targets import TARGETS, read_request
 from tests.support.launching import planned, request, stand_in
 from tests.support.lives import tiny_run, write_text
@@ -193,7 +194,14 @@ def test_tpu_vms_are_queued_by_their_size_and_every_host_is_started(topology, sl
         assert {"--node=all", "--worker=all"} <= set(command)
 
 
-@pytest.mark.parametrize("target", ["tpu-vm", "skypilot", "ray"])
+def test_ray_has_every_generation_by_its_own_name():
+    train = ["--recipe", "mixtral_ep", "--output_dir", "gs://bucket/one"]
+    assert read_request("ray", LaunchArguments(topology="tpu7x:2x2x2"), train).topology.devices == 16
+    # VALID_TPU_TYPES of Ray 2.60, without v2 and v3
+    assert {each.ray for each in GENERATIONS.values()} == {"v4", "v5litepod", "v5p", "v6e", "v7x"}
+
+
+@pytest.mark.parametrize("target", ["tpu-vm", "skypilot"])
 def test_a_generation_without_tpu_vms_is_refused_where_they_are_started(target):
     needed = dict.fromkeys(TARGETS[target].needs, "any")
     with pytest.raises(UserError, match="tpu7x, which has no TPU VMs") as error:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shardwright.errors import UserError
-from shardwright.xla.chips import CHIPS, find_topology, topologies
+from shardwright.xla.chips import CHIPS, FLAGS, NEWER_FLAGS, find_topology, topologies
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,14 @@ def test_slices_have_the_wrap_around_links_that_real_ones_have(name: str, wrap: 
     assert find_topology(name).wrap == wrap
 
 
-def test_a_run_alone_gives_v6e_more_vmem_and_the_users_own_number_stays() -> None:
+def test_flags_of_a_run_and_of_a_newer_compiler_are_added_and_the_users_own_number_stays() -> None:
     flag, chip = "xla_tpu_scoped_vmem_limit_kib", CHIPS["v6e"]
-    assert flag not in chip.missing_flags("")
-    assert chip.missing_flags("", run=True)[flag] == "98304"
-    assert flag not in chip.missing_flags(f"--{flag}=65536", run=True)
+    assert flag not in chip.missing_flags("", "0.0.21")
+    assert chip.missing_flags("", "0.0.21", run=True)[flag] == "98304"
+    assert flag not in chip.missing_flags(f"--{flag}=65536", "0.0.21", run=True)
+    added = NEWER_FLAGS["v5p"]
+    for version, newer in (("0.0.21", {}), ("of 9 bytes, 1", {}), ("0.0.52", added), ("0.1.0", added)):
+        assert CHIPS["v5p"].missing_flags("", version) == FLAGS["v5p"] | newer
     assert find_topology("tpu7x:2x2x2", 2).devices == 2 * 2 * 8
 
 

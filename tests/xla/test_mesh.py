@@ -12,10 +12,11 @@ import torch_xla.runtime as xr
 
 from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
-from shardwright.xla.chips import FLAGS
+from shardwright.xla.chips import FLAGS, NEWER_FLAGS
 from shardwright.xla.device_mesh import build_mesh, check_mesh
 from shardwright.xla.runtime import init_runtime
 from tests.support import fork_server
+from tests.xla.test_libtpu_library import as_pip_leaves_it
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -158,10 +159,12 @@ print(os.environ["LIBTPU_INIT_ARGS"])
 """
 
 
-def test_on_a_tpu_host_the_chips_flags_are_set_and_the_users_stay():
-    own = "--xla_tpu_scoped_vmem_limit_kib=65536"
-    flags = run(ON_A_TPU_HOST, PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=own).stdout.split()
-    ours = {name: value for name, value in FLAGS["v5p"].items() if name != "xla_tpu_scoped_vmem_limit_kib"}
+def test_on_a_tpu_host_the_chips_flags_for_its_libtpu_are_set_and_the_users_stay(tmp_path):
+    own, folder = "--xla_tpu_scoped_vmem_limit_kib=65536", as_pip_leaves_it(tmp_path, "0.0.52")
+    given = {"LIBTPU_INIT_ARGS": own, "TPU_LIBRARY_PATH": str(folder)}
+    flags = run(ON_A_TPU_HOST, PJRT_DEVICE="CPU", **given).stdout.split()
+    ours = FLAGS["v5p"] | NEWER_FLAGS["v5p"]
+    del ours["xla_tpu_scoped_vmem_limit_kib"]
     assert flags == [own, *(f"--{name}={value}" for name, value in ours.items())]
     assert "--xla_tpu_enable_async_all_to_all=true" in flags
 

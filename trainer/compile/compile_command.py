@@ -46,7 +46,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     Raises:
         UserError: bad options, recipe or model; no libtpu; a compiler that failed.
     """
-    from shardwright.compile.compile_job import CompileJob, compiler_flags
+    from shardwright.compile.compile_job import CompileJob
     from shardwright.compile.report.compile_terminal import print_report
     from shardwright.compile.report.faster import faster_options
     from shardwright.compile.search.remat_share import compile_auto
@@ -85,8 +85,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             report = job.compile()
     print_report(report, console)
     if not (options.tune or options.search):
-        flags = compiler_flags(job.where.chip, options.compiler_options)
-        for text in faster_options(report, job.job.recipe.compute.remat, flags):
+        rows = job.job.args.per_device_train_batch_size
+        for text in faster_options(report, job.job.recipe.compute.remat, job.flags, rows):
             say(console, f"faster:  {text}")
     _write(report, job, console, tried)
     if options.search:

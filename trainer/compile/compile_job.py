@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.libtpu import CompileTarget, compile_for
-from shardwright.compile.libtpu_library import find_library
 from shardwright.compile.lowering import graphs_of, lower, shorter_steps
 from shardwright.compile.report.estimate import given_efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
@@ -22,6 +21,7 @@ from shardwright.job import Job
 from shardwright.layout.mesh import Mesh
 from shardwright.step.auto_remat import with_remat
 from shardwright.xla.chips import Chip, Topology, find_topology
+from shardwright.xla.libtpu_library import find_library
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class CompileJob:
         return find_topology(str(self.options.topology), self.options.slices)
 
     @property
+    def flags(self) -> dict[str, str]:
+        """Compiler flag → value; raises UserError without a libtpu, and for what is no flag."""
+        version = find_library(self.options.libtpu).version
+        return compiler_flags(self.where.chip, self.options.compiler_options, version)
+
+    @property
     def title(self) -> str:
         """The heading of the report."""
         args = self.job.args
@@ -82,7 +88,7 @@ class CompileJob:
             topology=where.name,
             slices=where.slices,
             dcn=dcn if math.prod(dcn.values()) > 1 else None,
-            flags=compiler_flags(where.chip, options.compiler_options),
+            flags=self.flags,
             timeout=options.compile_timeout,
             libtpu=options.libtpu,
         )
@@ -106,12 +112,12 @@ class CompileJob:
         return report
 
 
-def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
-    """Compiler flag → value: the chip's, but for those of a run alone, overridden by ``text``.
+def compiler_flags(chip: Chip, text: str, libtpu: str) -> dict[str, str]:
+    """Compiler flag → value: the chip's for that version, but for those of a run alone, overridden by ``text``.
 
     ``text`` is ``name=value name=value``, where ``name=`` removes one. Raises UserError for any other.
     """
-    flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
+    flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""), libtpu)
     for word in text.split():
         name, equals, value = word.lstrip("-").partition("=")
         if not (name and equals):

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwright.compile.libtpu_library import Library, find_library
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
@@ -28,6 +27,7 @@ from shardwright.files.cache import cache_root, is_whole, publish
 from shardwright.files.scratch import scratch_folder
 from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import find_topology
+from shardwright.xla.libtpu_library import Library, find_library
 
 _FORMAT = 5  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
 _LINES_SHOWN = 12  # of the compiler's own words in an error message

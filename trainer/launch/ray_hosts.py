@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.arguments.command_line import Parser
+from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
 from shardwright.launch.exits import ours
-from shardwright.launch.slices import shape
+from shardwright.launch.slices import generation, shape
 from shardwright.xla.chips import Topology, find_topology
 
 _LOST = 137  # the code of a host that is gone
@@ -106,13 +107,21 @@ def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: _
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     from ray.util.tpu import slice_placement_group
 
-    slices = slice_placement_group(
-        topology=shape(topology),
-        accelerator_version=topology.chip.name,
-        num_slices=topology.slices,
-        strategy="STRICT_SPREAD",  # a worker a host
-        head_reservation_timeout_s=None,
-    )
+    try:
+        slices = slice_placement_group(
+            topology=shape(topology),
+            accelerator_version=generation(topology).ray,
+            num_slices=topology.slices,
+            strategy="STRICT_SPREAD",  # a worker a host
+            head_reservation_timeout_s=None,
+        )
+    except ValueError as error:  # a generation or a shape that this Ray does not know
+        raise UserError(
+            asked=f"{topology.slices} × {topology.name} by Ray {ray.__version__}",
+            found=str(error),
+            why="Ray reserves the slices that are in its own tables",
+            instead="a newer Ray, another slice, or launch.py xpk or jobset",
+        ) from error
     try:
         group = slices.placement_group
         ray.get(group.ready())

@@ -17,17 +17,19 @@ class Generation:
     gcloud: str  # prefix of an accelerator type, `v5p` of `v5p-32`
     runtime: str  # software version of a TPU VM; empty: there is none
     units: int  # of an accelerator type, a chip: TensorCores on v4, v5p and tpu7x, chips on v5e and v6e
+    ray: str  # Ray's name, VALID_TPU_TYPES in ray/_private/accelerators/tpu.py
 
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, https://cloud.google.com/tpu/docs/runtimes, and
 # the pages of each generation there (/v4, /v5e, /v5p, /v6e)
 GENERATIONS = {
-    "v4": Generation("tpu-v4-podslice", "v4", "tpu-ubuntu2204-base", 2),
-    "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", "v2-alpha-tpuv5-lite", 1),
-    "v5p": Generation("tpu-v5p-slice", "v5p", "v2-alpha-tpuv5", 2),
-    "v6e": Generation("tpu-v6e-slice", "v6e", "v2-alpha-tpuv6e", 1),
-    # xpk 1.16's system characteristics; docs.cloud.google.com/tpu/docs/tpu7x: by GKE or Compute Engine
-    "tpu7x": Generation("tpu7x", "tpu7x", "", 2),
+    "v4": Generation("tpu-v4-podslice", "v4", "tpu-ubuntu2204-base", 2, "v4"),
+    "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", "v2-alpha-tpuv5-lite", 1, "v5litepod"),
+    "v5p": Generation("tpu-v5p-slice", "v5p", "v2-alpha-tpuv5", 2, "v5p"),
+    "v6e": Generation("tpu-v6e-slice", "v6e", "v2-alpha-tpuv6e", 1, "v6e"),
+    # xpk 1.16's system characteristics; docs.cloud.google.com/tpu/docs/tpu7x: by GKE or Compute Engine, by no TPU VM of
+    # the Cloud TPU API; SkyPilot's table of GKE's TPUs (sky/provision/kubernetes/utils.py) ends with v6e
+    "tpu7x": Generation("tpu7x", "tpu7x", "", 2, "v7x"),
 }
 
 

@@ -23,7 +23,7 @@ class LaunchTarget:
     takes: tuple[str, ...] = ()
     by_size: bool = False  # it asks for a number of TPUs, and can't say which shape
     one_slice: bool = False  # it can't join several
-    by_gke: bool = False  # it starts pods of GKE, which has every generation
+    by_gke: bool = False  # its hosts can be pods of GKE, which has every generation
 
 
 TARGETS = {
@@ -31,7 +31,7 @@ TARGETS = {
     "jobset": LaunchTarget(jobset.plan, ("image",), ("queue", "mount", "spot"), by_gke=True),
     "skypilot": LaunchTarget(skypilot.plan, ("image",), ("zone", "mount", "spot"), by_size=True, one_slice=True),
     "tpu-vm": LaunchTarget(tpu_vm.plan, ("zone",), ("image", "project", "mount", "spot"), by_size=True),
-    "ray": LaunchTarget(ray_job.plan),
+    "ray": LaunchTarget(ray_job.plan, by_gke=True),
 }
 _SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # options of some targets only
 
@@ -109,7 +109,7 @@ def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topo
     others = as_large(topology) if target.by_size else []
     if not (target.by_gke or generation(topology).runtime):
         found, why = f"{topology.chip.name}, which has no TPU VMs of its own", "starts none on GKE"
-        instead = "xpk or jobset, or another generation"
+        instead = "xpk, jobset or ray, or another generation"
     elif others:
         found, why = (
             f"slices of as many chips: {', '.join(others)}",

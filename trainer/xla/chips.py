@@ -7,6 +7,7 @@ that libtpu 0.0.52 compiles for and that can be rented; libtpu 0.0.21 does not k
 import itertools
 import math
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,13 +40,14 @@ class Chip:
     devices: int = 1  # of a chip
     inner_bandwidth: float = 0.0  # each way between the devices of a chip
 
-    def missing_flags(self, given: str, *, run: bool = False) -> dict[str, str]:
-        """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets.
+    def missing_flags(self, given: str, libtpu: str, *, run: bool = False) -> dict[str, str]:
+        """This chip's flags for that libtpu, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets.
 
         A ``run`` sets those too that take too long for a quick compile.
         """
         named = {word.lstrip("-").partition("=")[0] for word in given.split()}
-        ours = FLAGS[self.name] | (RUN_FLAGS.get(self.name, {}) if run else {})
+        ours = FLAGS[self.name] | (NEWER_FLAGS.get(self.name, {}) if _knows_newer_flags(libtpu) else {})
+        ours |= RUN_FLAGS.get(self.name, {}) if run else {}
         return {name: value for name, value in ours.items() if name not in named}
 
     @property
@@ -106,8 +108,22 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA | _EXCHANGE,
     "tpu7x": _TORCH_XLA | _EXCHANGE,
 }
+# Chip → flags for libtpu 0.0.52 and later (one in between may not know them all). It fuses gathers with products on v5e
+# alone, where 0.0.21 does on all; asked to on v5p it refuses ("Continuation fusion … not supported on platforms other
+# than TPU v5e"). So gathers and scatters go to the sparse cores, which run them beside products: gathers over one, two
+# or three dimensions of the torus have a flag each. On tpu7x that is the default, and v4's take none.
+_FROM = (0, 0, 52)
+_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload"
+_KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter")
+NEWER_FLAGS = {chip: {f"{_SPARSE_CORES}_{kind}": "true" for kind in _KINDS} for chip in ("v5p", "v6e")}
 # Chip → flags of a run alone: they shorten its steps, and a compile for it takes several times as long.
 RUN_FLAGS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"}}
+
+
+def _knows_newer_flags(libtpu: str) -> bool:
+    """Whether the version, which for a file of no package is none, is one that takes NEWER_FLAGS."""
+    return bool(re.fullmatch(r"\d+(\.\d+)+", libtpu)) and tuple(map(int, libtpu.split("."))) >= _FROM
+
 
 # Dimensions → slices: of 3 those smaller than a 4×4×4 cube (one chip of tpu7x too); of 2 all but the pod. Source: pages
 # above.

@@ -18,6 +18,7 @@ from shardwright.errors import UserError
 from shardwright.hosts.hosts import connect, hosts
 from shardwright.xla import cuda, cuda_plugin, virtual_devices
 from shardwright.xla.chips import CHIPS, Chip
+from shardwright.xla.libtpu_library import installed
 from shardwright.xla.pjrt import PjrtError, Table
 from shardwright.xla.pjrt_structures import lengthen
 from shardwright.xla.program_cache import KEPT
@@ -137,7 +138,9 @@ def _prepare() -> str:
     """Sets flags and threads for the devices that will be opened, and returns their kind."""
     if (found := _chip_on_the_bus()) is not None:  # libtpu reads the flags once; the user's win
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        missing = [f"--{name}={value}" for name, value in found.missing_flags(given, run=True).items()]
+        library = installed()
+        flags = found.missing_flags(given, library.version if library else "", run=True)
+        missing = [f"--{name}={value}" for name, value in flags.items()]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
     # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")

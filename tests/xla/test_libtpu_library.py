@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compile.libtpu_library import find_library
 from shardwright.errors import UserError
+from shardwright.xla.libtpu_library import find_library
 
 
 def as_pip_leaves_it(folder: Path, version: str) -> Path:

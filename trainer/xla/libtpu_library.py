@@ -29,7 +29,7 @@ def find_library(asked: str | None = None, cache_dir: Path | None = None) -> Lib
         UserError: there is none.
     """
     if asked is None:
-        if (found := _installed()) is None:
+        if (found := installed()) is None:
             raise UserError(
                 asked="compiling for a TPU",
                 found="libtpu is not installed",
@@ -48,20 +48,21 @@ def find_library(asked: str | None = None, cache_dir: Path | None = None) -> Lib
             )
         return found
     folder = cache_root(cache_dir) / "libtpu" / asked
-    installed = _installed()
-    if installed is not None and installed.version == asked:
-        return installed
+    here = installed()
+    if here is not None and here.version == asked:
+        return here
     if re.fullmatch(r"\d+(\.\w+)+", asked) and (found := _in_folder(folder)) is not None:
         return found
     raise UserError(
         asked=f"--libtpu {asked}",
         found=f"no file or folder of that name, and no such version in {folder.parent}",
-        why=f"the one installed here is {installed.version if installed else 'none'}",
+        why=f"the one installed here is {here.version if here else 'none'}",
         instead=f"pip install --no-deps --target {folder} libtpu=={asked}",
     )
 
 
-def _installed() -> Library | None:
+def installed() -> Library | None:
+    """The library at TPU_LIBRARY_PATH, or else of the package, if there is one."""
     given = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla sets it too, to the installed one
     if given and os.path.isfile(given):
         return _library(Path(given))
