@@ -51,6 +51,7 @@ FOREIGN = {
     "target",
     "worker",
     "xla_backend_optimization_level",
+    "xla_cpu_use_fusion_emitters",
     "xla_tpu_scoped_vmem_limit_kib",
 }
 # the published model that each recipe's docstring names → its config
