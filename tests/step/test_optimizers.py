@@ -216,10 +216,14 @@ def test_a_file_in_the_folder_is_an_optimizer_that_is_offered_planned_trained_sa
     tmp_path, monkeypatch
 ):
     (tmp_path / "sgd.py").write_text(SGD)
-    command = [sys.executable, "-c", WITH_IT, str(tmp_path), "--help", "optimizer"]
-    told = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    command = [sys.executable, "-c", WITH_IT, str(tmp_path)]
+    helped = subprocess.run([*command, "--help", "optimizer"], capture_output=True, text=True, check=True)
+    told = " ".join(helped.stdout.split())
     assert "sgd (one moment, of gradients as they are)" in told
     assert "sgd: momentum=0.9 (the moment's decay)" in told
+    asked = ["--recipe", "llama_fsdp", "--optim", "sgd", "--optim_args", "momentum=2"]
+    refused = subprocess.run([*command, *asked], capture_output=True, text=True, check=False)
+    assert "momentum is 2.0, where it is in [0, 1)" in refused.stderr, "not an optimizer that is not to be had"
     monkeypatch.setattr(optimizers, "__path__", [*optimizers.__path__, str(tmp_path)])
     found = folder_entries(optimizers.__name__, optimizers.__path__)
     monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", found["sgd"])

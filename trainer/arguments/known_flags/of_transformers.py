@@ -1,5 +1,6 @@
 """Arguments of transformers' TrainingArguments (5.23), those that older versions had, and those of its examples."""
 
+from shardwright import optimizers
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
@@ -29,7 +30,7 @@ LION_EIGHT_BITS = missing(
     optim="lion",
     optimizer_dtype="bfloat16",
 )
-OPTIMIZERS = {
+_OPTIMIZERS = {
     **all_of("adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamw_apex_fused", ADAMW),
     **all_of("paged_adamw_32bit paged_adamw adamw", ADAMW),
     **all_of("adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", EIGHT_BITS),
@@ -47,6 +48,8 @@ OPTIMIZERS = {
         ),
     ),
 }
+# a file in trainer/optimizers/ may have one of these names
+OPTIMIZERS = {name: entry for name, entry in _OPTIMIZERS.items() if name not in optimizers.OPTIMIZERS}
 NO_EPOCH = missing("lines come every so many steps", "--logging_steps N")
 REMAT = unneeded("the recipe says what the backward computes again (--compute remat=full, or none)")
 LAYOUT = unneeded("the recipe lays weights, gradients and optimizer state out over the devices (--recipe, --mesh)")
