@@ -59,6 +59,9 @@ def test_files_in_a_bucket_are_copied_once_and_read_as_those_on_a_disk(tmp_path:
     assert find_documents(f"{url}/train.jsonl").asked == f"--dataset {url}/train.jsonl"
     (copy,) = locate(f"{url}/train.jsonl#train").files.values()
     assert copy.read_text() == '{"text": "one"}\n'
-    for wrong, said in {f"{url}/absent.jsonl": "no such file", "nowhere://b/x.jsonl": "nowhere"}.items():
+    store.pipe_file(f"{root}/out/../../1.jsonl", b"{}")
+    refusals = {"absent.jsonl": "no such file", "out": "leads out of it"}
+    refusals = {f"{url}/{name}": said for name, said in refusals.items()} | {"nowhere://b/x.jsonl": "nowhere"}
+    for wrong, said in refusals.items():
         with pytest.raises(UserError, match=said):
             locate(wrong)

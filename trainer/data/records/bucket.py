@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from fsspec.callbacks import TqdmCallback
 
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
@@ -40,6 +41,13 @@ def copied(url: str, asked: str, reads: Callable[[str], bool]) -> Path:
             why="its files are copied to this machine, and read there",
             instead="the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder in the bucket",
         )
+    if outside := next((place for place in files.values() if ".." in PurePosixPath(place).parts), None):
+        raise UserError(
+            asked=asked,
+            found=f"an object named {outside!r}",
+            why="it is copied into a folder of the cache under its name, and this one leads out of it",
+            instead="a folder of the bucket without it",
+        )
     total, cache = sum(int(found[path].get("size") or 0) for path in files), cache_root()
     version = [[place, *(str(found[path].get(key)) for key in ("size", *_VERSION))] for path, place in files.items()]
     folder = cache / "buckets" / digest([url, *sorted(version)])
@@ -52,11 +60,12 @@ def copied(url: str, asked: str, reads: Callable[[str], bool]) -> Path:
         )
 
     def build(made: Path) -> None:
-        for path, place in files.items():
-            copy = made / _FILES / place
+        copies = [made / _FILES / place for place in files.values()]
+        for copy in copies:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with errors("copy", path):
-                store.get_file(path, str(copy))
+        bar = TqdmCallback(tqdm_kwargs={"desc": f"copying {url}", "unit": "file", "disable": None})  # none in a pipe
+        with errors("copy", url):
+            store.get([*files], list(map(str, copies)), callback=bar)
 
     with scratch_folder(cache, "bucket-") as scratch:
         whole = cached(folder, scratch, build=build, load=lambda made: made / _FILES)
