@@ -80,8 +80,10 @@ def test_no_loop_copies_all_layers_experts(tmp_path: Path, monkeypatch: pytest.M
 
     experts = LAYERS * EXPERTS * 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * 2 // 8  # bytes a chip
     assert ours.temp_bytes < theirs.temp_bytes - experts // 2
+    # of a stack: what a layer's own values are copied to is less
     copies = [
-        [b for b in report.largest_buffers if "copy" in b.name and "experts" in b.module] for report in (ours, theirs)
+        [b for b in report.largest_buffers if "copy" in b.name and "experts" in b.module and b.bytes > experts // 6]
+        for report in (ours, theirs)
     ]
     assert not copies[0]
     assert copies[1]
