@@ -96,9 +96,13 @@ LONGEST = (
 SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}
 
 
+def _leaves_slow(config: pytest.Config) -> bool:
+    return not config.option.markexpr and not any("::" in name for name in config.args)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the slow tests to `-m slow`, but for those named; where they run, they come last, longest first."""
-    if not config.option.markexpr and not any("::" in name for name in config.args):
+    if _leaves_slow(config):
         left = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=left)
@@ -121,7 +125,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if not config.option.markexpr:
+    if _leaves_slow(config):
         terminalreporter.line("left to `pytest -n 2 -m slow`: more whole jobs, kills and compilers")
 
 
