@@ -1,4 +1,4 @@
-"""What a notebook's cell draws, by IPython itself: an error as its four lines, and a bar that is drawn over."""
+"""A notebook's cell, drawn by IPython itself: an error as its four lines, and a bar that is drawn over."""
 
 from __future__ import annotations
 

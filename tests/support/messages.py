@@ -64,7 +64,7 @@ class Scope:
 
 
 class Offers:
-    """What the modules of ``paths`` offer.
+    """Entries that the modules of ``paths`` offer.
 
     A helper is a function, of whatever module, with a parameter that ends in an `instead`: its calls are read as those
     of UserError are. Names are followed to what is assigned to them, and a call to what the one function of that name

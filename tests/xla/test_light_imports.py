@@ -1,4 +1,4 @@
-"""Modules that a start leaves for later (`trainer/xla/light_imports.py`): not loaded, and whole for who asks."""
+"""What a start leaves for later (`trainer/xla/light_imports.py`): it is not loaded, and is whole for who asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from tests.support.paths import ROOT
 
 ASKED = """
-import gc, inspect, sys
+import gc, sys
 import shardwright
 from shardwright.xla import light_imports
 with light_imports.uncollected():
@@ -16,10 +16,8 @@ with light_imports.uncollected():
     import functorch.compile, torch_xla
     from torch._inductor.pattern_matcher import compute_mutation_region_ids, fallback_node_due_to_unsupported_type
 assert gc.isenabled()
-late = ["torch_xla._dynamo.dynamo_bridge", "torch._inductor.kernel", "networkx"]
+late = ["torch_xla._dynamo.dynamo_bridge", "torch._inductor.kernel"]
 assert not [name for name in late if name in sys.modules]
-from torch._functorch.partitioners import GraphInfoProvider
-assert inspect.ismethod(GraphInfoProvider.inialize_from_graph) and "networkx" in sys.modules
 assert torch_xla.stablehlo is sys.modules["torch_xla.stablehlo"]
 assert not hasattr(torch_xla.stablehlo, "__wrapped__") and late[0] not in sys.modules
 try:  # the stand-in is the function, asked by its name of torch_xla

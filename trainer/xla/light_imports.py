@@ -1,76 +1,58 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
-Late are torch_xla's StableHLO exporter, Inductor's lowerings, and AOTAutograd's budget for kept activations, which asks
-networkx: parts of torch and torch_xla, which no user imports. Loads neither torch nor torch_xla.
+Late are torch_xla's StableHLO exporter and Inductor's lowerings: together a sixth of a start's imports, and the
+collector's walks are another. Loads neither torch nor torch_xla.
 """
 
 import contextlib
-import functools
 import gc
 import importlib.abc
 import importlib.machinery
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-# module → the names that are taken from it, and not used, where a run imports it
-# semi-private: the modules that import these, of torch_xla 2.9 and torch 2.9
+# module → the functions that are taken from it by name, and not called, where a run imports it
+# semi-private: torch_xla/__init__.py, torch_xla 2.9; torch/_inductor/pattern_matcher.py, torch 2.9, which AOTAutograd
+# imports for two functions that need no lowering
 _TAKEN = {
     "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
     "torch._inductor.lowering": ("fallback_node_due_to_unsupported_type",),
-    # a budget for kept activations, which needs networkx
-    "torch._functorch._activation_checkpointing.graph_info_provider": ("GraphInfoProvider",),
-    "torch._functorch._activation_checkpointing.knapsack_evaluator": ("KnapsackEvaluator",),
 }
-_loads: dict[str, Callable[[], None]] = {}  # late module → its loading, once
-
-
-class _StandIn:
-    """A name of a module that is not loaded yet; to call it, or to ask for an attribute of it, loads the module."""
-
-    def __init__(self, module: ModuleType, name: str) -> None:
-        self._of = module, name
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return _loaded(*self._of)(*args, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_loaded(*self._of, asked=name), name)
-
-
-def _loaded(module: ModuleType, name: str, asked: str | None = None) -> Any:
-    """The real ``name`` of a late module; raises AttributeError for those that look through all modules."""
-    if (asked or name).startswith("__"):
-        raise AttributeError(f"module {module.__name__!r} has no attribute {asked or name!r}")
-    _loads[module.__name__]()
-    return getattr(module, name)
 
 
 class _Late(importlib.machinery.SourceFileLoader):
-    """Leaves the module empty but for stand-ins of what is taken, until one of them or another name of it is used."""
+    """Leaves the module empty but for stand-ins of what is taken, until another name of it is read or one is called."""
 
     def exec_module(self, module: ModuleType) -> None:
-        names, lock, left = vars(module), threading.RLock(), [super().exec_module]
+        names = vars(module)
 
         def load() -> None:
-            with lock:  # another thread waits for the whole module
-                if left:
-                    del names["__getattr__"]
-                    left.pop()(module)
+            if names.pop("__getattr__", None) is not None:
+                super(_Late, self).exec_module(module)
 
-        _loads[self.name] = load
-        names["__getattr__"] = functools.partial(_loaded, module)
-        names.update({name: _StandIn(module, name) for name in _TAKEN[self.name]})
+        def missing(name: str) -> Any:
+            if name.startswith("__"):  # asked by those who look through all modules
+                raise AttributeError(f"module {self.name!r} has no attribute {name!r}")
+            load()
+            return getattr(module, name)
+
+        def stand_in(name: str) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                load()
+                return names[name](*args, **named)
+
+            return call
+
+        names["__getattr__"] = missing
+        names.update({name: stand_in(name) for name in _TAKEN[self.name]})
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if load := _loads.get(fullname.rpartition(".")[0]):  # a package comes before its modules
-            load()
         if fullname not in _TAKEN or (spec := importlib.machinery.PathFinder.find_spec(fullname, path, target)) is None:
             return None
         if spec.origin is not None:

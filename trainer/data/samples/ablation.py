@@ -106,7 +106,7 @@ def _read(chat: Chat, parts: Iterable[Part], render: Callable[[Chat], str]) -> S
 
 
 def unread_of_contents(chat: Chat) -> list[str]:
-    """As :func:`unread_fields`: what is beside the texts of which a content is made, and never read."""
+    """Named as by :func:`unread_fields`: keys beside the texts of which a content is made, which are never read."""
     contents = [m["content"] for m in chat.messages if isinstance(m.get("content"), list)]
     beside = [item for parts in contents for part in parts for item in part.items() if item[0] not in ("type", "text")]
     return [named(f"messages.content.{key}", value) for key, value in beside if not is_empty(value)]
