@@ -72,6 +72,7 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
         "its forward can't be run without values: ",  # torch's error is another once its meta kernels are imported
     ),
     "rows beyond a table of positions": ({"model": "gpt2.json", "sequence_length": 2048}, "has 1024 positions"),
+    "rows beyond dynamic RoPE": ({"model": "dynamic.json", "sequence_length": 2048}, "another rope_type, such as yarn"),
     "isolation that attention does not know": (
         {"isolate_documents": True, "compute": "attention=sdpa"},
         "tokens would see other documents",
@@ -165,6 +166,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broad.json": config("llama", head_dim=2**27),
         "endless.json": config("llama", num_hidden_layers=10**18),
         "mixtral.json": config("mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "dynamic.json": config("llama", max_position_embeddings=1024, rope_scaling={"type": "dynamic", "factor": 2.0}),
         "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 304}),
         "t5.json": json.dumps({"model_type": "t5"}),
         "fails.py": "1 / 0\n",

@@ -190,6 +190,12 @@ def test_tied_llama_under_llama_fsdp():
     check_gradients(make_case("llama_fsdp", one_layer("llama_fsdp", tie_word_embeddings=True), **PLAIN_LAYERS))
 
 
+def test_dynamic_rope_within_its_positions_equals_the_plain_model():
+    scaled = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    config = one_layer("llama_fsdp", max_position_embeddings=256, rope_parameters=scaled)
+    check_gradients(make_case("llama_fsdp", config, **PLAIN_LAYERS))
+
+
 def test_bfloat16_compute_keeps_float32_weights_and_comes_close():
     case = make_case("mixtral_ep", one_layer("mixtral_ep"), dtype="bfloat16", **PLAIN_LAYERS)
     batch = make_batch(case.config)

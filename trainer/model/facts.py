@@ -15,7 +15,7 @@ from shardwright.model.classifier import head_of
 from shardwright.model.meta_model import is_multimodal, meta_model, names_in_whole, scores_texts, whole_model
 from shardwright.models.adapters.lora import Lora, adaptable, attach
 from shardwright.models.experts.expert_families import experts_modules
-from shardwright.models.layers import mtp
+from shardwright.models.layers import mtp, rope
 from shardwright.models.mixers.work import state_multiply_adds
 
 P = ParamSpec("P")
@@ -82,13 +82,15 @@ class ModelFacts:
 
     @functools.cached_property
     def positions(self) -> int | None:
-        """The number of positions in the model's tables; None: it has no tables, as with RoPE.
+        """The number of positions in the model's tables; None: it has no tables, as with RoPE that is not dynamic.
 
         On XLA a position beyond a table's end would silently get the last entry.
         """
         limit = stated(self.config, "max_position_embeddings")
         if limit is None:
             return None
+        if (fixed := rope.most_positions(self.model)) is not None:
+            return fixed
         tokens, found = self.model.get_input_embeddings(), []
         for module in self.model.modules():
             if isinstance(module, nn.Embedding) and module is not tokens:

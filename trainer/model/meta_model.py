@@ -29,7 +29,7 @@ from shardwright.errors import UserError, in_short, nearest_beside
 from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 from shardwright.layout.recipe import Recipe
 from shardwright.models.experts import expert_families
-from shardwright.models.layers import mtp
+from shardwright.models.layers import mtp, rope
 
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 LARGE_ZEROS = 2**16  # elements
@@ -337,6 +337,7 @@ def _on_meta(
             # a copy: choosing a model's kernels writes into its config
             model = build(copy.deepcopy(config), dtype=torch.float32)
         expert_families.adapt(model)
+        rope.fix_frequencies(model)
         model.tie_weights()  # each assignment has made a new parameter, and ties are lost
         # all callers need these two, so their absence is an error here
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight

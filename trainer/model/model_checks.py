@@ -9,6 +9,7 @@ from shardwright.model.facts import ModelFacts, stated
 from shardwright.model.meta_model import is_multimodal
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.experts.routing import routers, selection_biases
+from shardwright.models.layers import rope
 
 
 def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> None:
@@ -104,13 +105,19 @@ def _check_split_rows(recipe: Recipe, facts: ModelFacts, name: str) -> None:
 
 
 def _check_positions(args: TrainingArguments, facts: ModelFacts) -> None:
-    if (most := facts.positions) is not None and args.sequence_length > most:
-        raise UserError(
-            asked=f"--sequence_length {args.sequence_length}",
-            found=f"{facts.kind} has {most} positions",
-            why="they lie in a table, and a token beyond its end has no position",
-            instead=f"--sequence_length {most} or less, or a config with more positions",
-        )
+    if (most := facts.positions) is None or args.sequence_length <= most:
+        return
+    why = "they lie in a table, and a token beyond its end has no position"
+    other = "a config with more positions"
+    if most == rope.most_positions(facts.model):
+        why = "beyond them dynamic RoPE's frequencies follow the longest row of each batch; a step is compiled once"
+        other = "another rope_type, such as yarn, in its config's rope_parameters"
+    raise UserError(
+        asked=f"--sequence_length {args.sequence_length}",
+        found=f"{facts.kind} has {most} positions",
+        why=why,
+        instead=f"--sequence_length {most} or less, or {other}",
+    )
 
 
 def _check_causal(name: str, facts: ModelFacts) -> None:

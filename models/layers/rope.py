@@ -1,0 +1,28 @@
+"""RoPE whose frequencies transformers chooses at each forward pass, by the longest position in the batch."""
+
+from torch import nn
+
+# semi-private: `rope_type`, a name or one for each kind of layer, and `original_max_seq_len` of the modules that
+# transformers/modeling_rope_utils.py, transformers 5.23 and 5.24, wraps in `dynamic_rope_update`
+_DYNAMIC = "dynamic"
+
+
+def fix_frequencies(model: nn.Module) -> None:
+    """Keeps dynamic RoPE's first frequencies, transformers' own for rows up to :func:`most_positions`.
+
+    Whether a position lies beyond is asked of values, and a step that is compiled once can't look at them.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _DYNAMIC in kinds:
+            module.rope_type = "default"
+        elif isinstance(kinds, dict) and any(_DYNAMIC in kind for kind in kinds.values()):
+            module.rope_type = {layers: "default" if _DYNAMIC in kind else kind for layers, kind in kinds.items()}
+        else:
+            continue
+        module.fixed_up_to = module.original_max_seq_len
+
+
+def most_positions(model: nn.Module) -> int | None:
+    """The longest row for which fixed frequencies are transformers' own; None: no frequencies were fixed."""
+    return min((module.fixed_up_to for module in model.modules() if hasattr(module, "fixed_up_to")), default=None)
