@@ -25,7 +25,8 @@ from shardwright.compile.report.report import CompileReport, Expected, make_repo
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, is_whole, publish
 from shardwright.files.scratch import scratch_folder
-from shardwright.models.ops.jax_call import xla_client
+from shardwright.layout.partition import PartitionSpec
+from shardwright.models.ops.jax_call import jax, xla_client
 from shardwright.xla.chips import find_topology
 from shardwright.xla.libtpu_library import Library, find_library
 
@@ -66,8 +67,8 @@ def compile_for(
         )
     factors = _dcn_factors(lowered.mesh, target)
     request = {
-        "arguments": [(a.sharding, a.output) for a in lowered.arguments],
-        "outputs": lowered.outputs,
+        "arguments": [(sharding_text(lowered.mesh, a.spec), a.output) for a in lowered.arguments],
+        "outputs": [sharding_text(lowered.mesh, spec) for spec in lowered.outputs],
         "mesh": list(lowered.mesh.values()),
         "dcn": [factors.get(axis, 1) for axis in lowered.mesh],
         "topology": where.libtpu(),
@@ -82,6 +83,13 @@ def compile_for(
     texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
     hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
     return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
+
+
+def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
+    """``spec`` on ``mesh`` in HLO's notation."""
+    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec(*spec))
+    return str(sharding._to_xla_hlo_sharding(len(spec)))  # semi-private: jax/_src/named_sharding.py, jax 0.7.1
 
 
 def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
