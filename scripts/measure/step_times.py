@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from shardwright.arguments.command_line import Parser
-from shardwright.compile.hlo.cost import Counter
+from shardwright.compile.hlo.cost import count
 from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import CAUSES
@@ -137,7 +137,7 @@ def _product_cycles() -> float:
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     matrix = jax.ShapeDtypeStruct((_PRODUCT, _PRODUCT), "bfloat16", sharding=whole)
     text = jax.jit(jax.numpy.matmul).lower(matrix, matrix).compile().as_text() or ""
-    return Counter({"x": 1}, 1, Links(find_topology("v5e:1x1"), (1,), (1,))).computation(parse(text)).cycles
+    return count(parse(text), {"x": 1}, 1, Links(find_topology("v5e:1x1"), (1,), (1,))).cycles
 
 
 if __name__ == "__main__":

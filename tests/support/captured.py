@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from shardwright.compile.hlo.cost import Cost, Counter
+from shardwright.compile.hlo.cost import Cost, count
 from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.lowered_graph import Argument, LoweredGraph
@@ -40,4 +40,4 @@ def _spec(entries: list[str | list[str] | None]) -> PartitionSpec:
 def counted(hlo: str, mesh: dict[str, int] = MESH, layers: int = 1, topology: str = "v5p:2x2x2") -> Cost:
     """The cost of a module's text for a chip of a slice that the mesh fills."""
     links = Links(find_topology(topology), tuple(mesh.values()), (1,) * len(mesh))
-    return Counter(mesh, layers, links).computation(parse(hlo))
+    return count(parse(hlo), mesh, layers, links)

@@ -54,17 +54,9 @@ def compile_for(
     """Compiles a graph for slices of TPUs, unless the cache has it (`files.cache.cache_root`), and makes the report.
 
     Raises:
-        UserError: unknown topology; mesh of another size; no libtpu; the compiler failed or took too long.
+        UserError: unknown topology; axes that don't fit the slices; no libtpu; the compiler failed or took too long.
     """
     where = find_topology(target.topology, target.slices)
-    size = math.prod(lowered.mesh.values())
-    if size != where.devices:
-        raise UserError(
-            asked=f"{target.slices} × {target.topology}, {where.devices} devices",
-            found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
-            why="each device is one position of the mesh",
-            instead=f"a mesh of {where.devices} devices, or a topology of {size} of them",
-        )
     factors = _dcn_factors(lowered.mesh, target)
     request = {
         "arguments": [(sharding_text(lowered.mesh, a.spec), a.output) for a in lowered.arguments],
@@ -79,10 +71,9 @@ def compile_for(
     folder = cache_root(cache_dir) / "compiled" / _key(lowered, request, library)
     if not is_whole(folder):
         _compile(lowered, request, target, folder, library)
-    result = json.loads((folder / "result.json").read_text())
-    texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
+    result, *texts = (folder / name for name in _NAMES)
     hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
-    return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
+    return make_report(lowered, where, json.loads(result.read_text()), hlo, buffers, expected or Expected(), factors)
 
 
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:

@@ -72,7 +72,7 @@ class Mends:
         wanted = [name for name in meant if name in unmatched] or meant
         if not wanted:
             return None
-        lines = self._merged(dict.fromkeys(wanted, self._table[pattern]), wanted)
+        lines = self._merged(dict.fromkeys(wanted, self._recipe.lines[pattern]), wanted)
         said = f"{how} it would match {len(meant)} parameter{'s' * (len(meant) > 1)}"
         return said, self._in_place(pattern, lines)
 
@@ -84,14 +84,14 @@ class Mends:
         rest = [name for name in hits[broad] if name not in others]
         if not rest:
             return f"no line {broad!r}"
-        return self._in_place(broad, self._merged(dict.fromkeys(rest, self._table[broad]), rest))
+        return self._in_place(broad, self._merged(dict.fromkeys(rest, self._recipe.lines[broad]), rest))
 
     def elsewhere(self, names: Collection[str], axes: Sequence[str], most: int = _LINES) -> str:
         """The lines of ``names``, and of those tied to them, with ``axes`` on other dimensions, or with fewer axes."""
         same = {id(self._names[name]) for name in names}
         lines: dict[str, Layout] = {}
         for other in (name for name, parameter in self._names.items() if id(parameter) in same):
-            lines |= {pattern: line for pattern, line in self._table.items() if matches(pattern, other)}
+            lines |= {pattern: line for pattern, line in self._recipe.lines.items() if matches(pattern, other)}
         good, further, seen = [], [], [lines]
         for change in _changes(axes, min(self._names[name].dim() for name in names)):
             changed = {pattern: change(line) for pattern, line in lines.items()}
@@ -105,10 +105,6 @@ class Mends:
             elif not any(name in refusal.asked for name in names):
                 further.append(text)
         return (f", or{_BREAK}" if len(lines) > 1 else ", or ").join((good or further)[:most])
-
-    @property
-    def _table(self) -> dict[str, Layout]:
-        return {**self._recipe.parameters, **self._recipe.optional}
 
     def _with_lines(self, lines: Mapping[str, Layout]) -> Recipe:
         """The recipe with other layouts on some of its lines."""

@@ -56,10 +56,12 @@ class Traffic:
         return Traffic(**{name: value + times * getattr(other, name) for name, value in vars(self).items()})
 
 
-def collective(instruction: Instruction, mesh: dict[str, int], links: Links) -> tuple[Collective, Traffic] | None:
+def collective(
+    instruction: Instruction, mesh: dict[str, int], links: Links | None = None
+) -> tuple[Collective, Traffic] | None:
     """Reads an instruction as a collective; None for another opcode, a ``-done``, or groups of one device.
 
-    All wire bytes are exposed here: only the caller knows what runs beside it.
+    All wire bytes are exposed here: only the caller knows what runs beside it. Without ``links`` it takes no time.
     """
     if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
         return _between_slices(instruction, links)
@@ -85,15 +87,16 @@ def collective(instruction: Instruction, mesh: dict[str, int], links: Links) -> 
                 shown = shown[len(operands) : 2 * len(operands)]
         wire = size * (len(members) - 1) / len(members) * (2 if kind == "all-reduce" else 1)
     key = Collective(kind, axis, module_of(instruction.op_name), ", ".join(map(str, shown)), len(members), "ici")
-    return key, Traffic(1, size, wire, wire, links.seconds(kind, "ici", members, wire))
+    return key, Traffic(1, size, wire, wire, links.seconds(kind, "ici", members, wire) if links else 0.0)
 
 
-def _between_slices(instruction: Instruction, links: Links) -> tuple[Collective, Traffic]:
+def _between_slices(instruction: Instruction, links: Links | None) -> tuple[Collective, Traffic]:
     """Reads a send to the host, which passes it on to another slice."""
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
     leaf = instruction.inputs[0]
     key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
-    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes, links.seconds(kind, "dcn", (), leaf.bytes))
+    seconds = links.seconds(kind, "dcn", (), leaf.bytes) if links else 0.0
+    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes, seconds)
 
 
 def module_of(op_name: str) -> str:

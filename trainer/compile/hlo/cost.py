@@ -65,6 +65,11 @@ class Cost:
             self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
 
 
+def count(entry: Computation, mesh: dict[str, int], layers: int, links: Links) -> Cost:
+    """The cost of one execution, per chip; arguments as of :class:`Counter`."""
+    return Counter(mesh, layers, links).computation(entry)
+
+
 class Counter:
     """Counts each computation's cost once, however often it is called.
 

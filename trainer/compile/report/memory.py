@@ -61,7 +61,7 @@ class OutOfMemory:
 
 
 def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> tuple[MemorySizes, OutOfMemory | None]:
-    """The sizes of a step, and its refusal if it does not fit, from the compiling process's ``result`` and allocations."""
+    """The sizes of a step, and the refusal of one that does not fit, by the compiling process and its allocations."""
     heap, kinds = _assigned(buffers, lowered)
     refusal = parse_out_of_memory(result["error"]) if "error" in result else None
     told = dict.fromkeys(("generated_code", "host_temp", "host_argument"), 0) | vars(refusal) if refusal else result
