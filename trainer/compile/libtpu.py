@@ -25,7 +25,7 @@ from shardwright.compile.report.report import CompileReport, Expected, make_repo
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, is_whole, publish
 from shardwright.files.scratch import scratch_folder
-from shardwright.layout.partition import PartitionSpec
+from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.models.ops.jax_call import jax, xla_client
 from shardwright.xla.chips import find_topology
 from shardwright.xla.libtpu_library import Library, find_library
@@ -48,9 +48,7 @@ class CompileTarget:
     libtpu: str | None = None  # as `find_library` takes it
 
 
-def compile_for(
-    lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
-) -> CompileReport:
+def compile_for(lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None) -> CompileReport:
     """Compiles a graph for slices of TPUs, unless the cache has it (`files.cache.cache_root`), and makes the report.
 
     Raises:
@@ -67,8 +65,8 @@ def compile_for(
         "flags": sorted(target.flags.items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
-    library = find_library(target.libtpu, cache_dir)
-    folder = cache_root(cache_dir) / "compiled" / _key(lowered, request, library)
+    library = find_library(target.libtpu)
+    folder = cache_root() / "compiled" / _key(lowered, request, library)
     if not is_whole(folder):
         _compile(lowered, request, target, folder, library)
     result, *texts = (folder / name for name in _NAMES)
@@ -79,7 +77,8 @@ def compile_for(
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     """``spec`` on ``mesh`` in HLO's notation."""
     abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
-    sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec(*spec))
+    split = (tuple(axis for axis in axes_of(entry) if mesh[axis] > 1) for entry in spec)
+    sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec(*(axes or None for axes in split)))
     return str(sharding._to_xla_hlo_sharding(len(spec)))  # semi-private: jax/_src/named_sharding.py, jax 0.7.1
 
 
