@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from shardwright.errors import UserError, a_type, did_you_mean
@@ -166,7 +167,7 @@ class Recipe:
                 instead='model={"model_type": "mixtral", ...}',
             )
 
-    @property
+    @cached_property
     def lines(self) -> dict[str, Layout]:
         """The lines for parameters, optional ones too."""
         return {**self.parameters, **self.optional}
