@@ -180,7 +180,7 @@ class ShardingPlan:
 
     @property
     def totals(self) -> dict[str, int]:
-        """As of :meth:`held`, for all parameters."""
+        """The bytes of :meth:`held` for all parameters."""
         return self.held(self.parameters)
 
     def held(self, parameters: Sequence[ParameterPlan]) -> dict[str, int]:

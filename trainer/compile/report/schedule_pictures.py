@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 300, 62, 26, 34, 12
 
 
 def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence[str]) -> dict[str, Any]:
-    """What the page draws of a timeline, with ``causes`` in the order of their colours.
+    """The parts of a timeline that the page draws, with ``causes`` in the order of their colours.
 
     A lane is its name and (column, columns, colour, quarters of its height, words) of each part. Heights are parts of
     100, from above; the path ``held``, of what is held beside the arguments, is empty where that is not known.
@@ -70,8 +70,9 @@ def _short(name: str) -> str:
 
 
 def roofline_picture(report: CompileReport, chip: Chip) -> dict[str, Any] | None:
-    """What the page draws of the chip's roof over FLOPs a byte of HBM: the step below it, and the modules that compute
-    most. None: nothing is known of them.
+    """The parts of a roofline that the page draws; None: no operation is known.
+
+    Over FLOPs a byte of HBM stand the chip's roof, the step below it, and the modules that compute most.
     """
     modules = [m for m in report.modules if m.flops > 0 and m.hbm_bytes > 0 and m.cycles > 0]
     modules = sorted(modules, key=lambda m: -m.flops)[:_MODULES]
