@@ -132,7 +132,7 @@ def mesh_text(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> st
     return " × ".join(f"{axis}={sizes[axis]}" for axis in (sizes if axes is None else axes))
 
 
-def mesh_option(sizes: Mapping[str, int]) -> str:
+def mesh_option(sizes: Mapping[str, int | str]) -> str:
     """The option that gives a recipe these sizes: ``--mesh fsdp=2,expert=4``."""
     return "--mesh " + ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
