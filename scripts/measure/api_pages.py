@@ -24,7 +24,7 @@ PUBLIC = {
     "shardwright.compile.compile_job": ("CompileJob",),
     "shardwright.compile.report.report": ("CompileReport",),
     "shardwright.compile.hlo.cost": ("Cost", "count"),
-    "shardwright.compile.hlo.text": ("Module", "parse"),
+    "shardwright.compile.hlo.text": ("Computation", "parse"),
     "shardwright.data.corpus": ("Corpus", "DataOptions", "load_corpus"),
     "shardwright.data.rows.batches": ("TrainingBatches", "heldout_batches"),
     "shardwright.evaluation.evaluation_arguments": ("EvaluationArguments",),

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from shardwright.arguments.command_line import Parser
 from shardwright.compile.hlo.cost import count
+from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.estimate import ranged
@@ -23,7 +24,7 @@ from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
 from shardwright.scripts.measure.tpu_rows import LLAMA8, step
 from shardwright.scripts.measure.tpu_tables import Report, compile_one, markdown
-from shardwright.xla.chips import CHIPS, find_topology
+from shardwright.xla.chips import find_topology
 
 
 class PublishedStep(NamedTuple):
@@ -95,7 +96,7 @@ def main() -> int:
     header = ["", "published, s", "estimated", "error", "MFU published", "estimated", "time goes to", "differs"]
     print(markdown(header, rows))
     print("\n" + "\n".join(f"- {name}: {published.source}" for name, published in ROWS.items()), flush=True)
-    seconds = _product_cycles() / CHIPS["v5e"].clock
+    seconds = _product_cycles() / find_topology("v5e:1x1").chip.clock
     print(
         f"\nA product of {_PRODUCT:,}³ on v5e: published {_PRODUCT_SECONDS * 1e3:.2f} ms, by the compiler's cycles "
         f"{seconds * 1e3:.2f} ms ({seconds / _PRODUCT_SECONDS - 1:+.1%})"
@@ -136,7 +137,7 @@ def _product_cycles() -> float:
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     matrix = jax.ShapeDtypeStruct((_PRODUCT, _PRODUCT), "bfloat16", sharding=whole)
     text = jax.jit(jax.numpy.matmul).lower(matrix, matrix).compile().as_text() or ""
-    return count(parse(text), {"x": 1}, 1, CHIPS["v5e"]).cycles
+    return count(parse(text), {"x": 1}, 1, Links(find_topology("v5e:1x1"), (1,), (1,))).cycles
 
 
 if __name__ == "__main__":

@@ -6,24 +6,23 @@ import json
 
 import pytest
 
-from shardwright.compile.hlo.cost import Cost, count
-from shardwright.compile.hlo.text import parse
+from shardwright.compile.hlo.cost import Cost
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.xla.chips import find_topology
-from tests.support.captured import MESH, V5P, captured, captured_step
+from tests.support.captured import captured, captured_step, counted
 from tests.support.paths import CAPTURED
 
 
 @pytest.fixture(scope="session")
 def cost() -> Cost:
     """What the small step costs."""
-    return count(parse(captured("optimised.hlo")), MESH, layers=3, chip=V5P)
+    return counted(captured("optimised.hlo"), layers=3)
 
 
 @pytest.fixture(scope="session")
 def large_cost() -> Cost:
     """What the large step costs, as far as it was compiled."""
-    return count(parse(captured("optimised_large.hlo")), MESH, layers=3, chip=V5P)
+    return counted(captured("optimised_large.hlo"), layers=3)
 
 
 @pytest.fixture(scope="session")

@@ -5,27 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shardwright.compile.hlo.communication import Collective, Traffic
-from shardwright.compile.hlo.cost import count
-from shardwright.compile.hlo.text import parse
 from shardwright.compile.lowered_graph import Argument, LoweredGraph
-from shardwright.compile.report.attribution import axes_of_dimensions, collective_lines
+from shardwright.compile.report.attribution import collective_lines
 from shardwright.compile.report.report import CompileReport
-from tests.support.captured import MESH, V5P
+from tests.support.captured import MESH, counted
 
-
-@pytest.mark.parametrize(
-    ("sharding", "axes"),
-    [
-        ("{replicated}", ((), (), ())),
-        ("{devices=[64,1,1]<=[64]}", (("fsdp", "expert"), (), ())),
-        ("{devices=[1,4,16]<=[16,4]T(1,0)}", ((), ("expert",), ("fsdp",))),
-        ("{devices=[16,1,1,4]<=[64] last_tile_dim_replicate}", (("fsdp",), (), ())),
-        ("{devices=[2,1,1,2]0,1,2,3 last_tile_dim_replicate}", (("outer",), (), ())),
-    ],
-)
-def test_a_sharding_tells_which_axis_splits_which_dimension(sharding: str, axes: tuple[tuple[str, ...], ...]) -> None:
-    mesh = (("outer", 2), ("inner", 2)) if "0,1,2,3" in sharding else (("fsdp", 16), ("expert", 4))
-    assert axes_of_dimensions(sharding, 3, mesh) == axes
+BOTH = ("fsdp", "expert")
 
 
 def test_collectives_name_the_parameters_they_are_about(report: CompileReport) -> None:
@@ -38,7 +23,7 @@ def test_collectives_name_the_parameters_they_are_about(report: CompileReport) -
 
 @pytest.mark.parametrize(("elements", "why"), [(4096 * 8192, ""), (1024 * 8192, ""), (1000 * 8192, "exchanged over")])
 def test_an_exchange_of_parts_of_a_gradient_is_told_from_one_of_tokens(elements: int, why: str) -> None:
-    weight = Argument("layers.*.weight", "weights", (3, 4096, 8192), "float32", "{devices=[1,8,1]<=[8]}", 0)
+    weight = Argument("layers.*.weight", "weights", (3, 4096, 8192), "float32", (None, BOTH, None), 0)
     exchange = Collective("all-to-all", "fsdp", "", f"bf16[{elements}]", 4, "ici")
     lowered = LoweredGraph(b"", (weight,), (), MESH, 3)
     (line,) = collective_lines({exchange: Traffic(1, 2**30, 2**30)}, lowered, exchange="expert")
@@ -48,8 +33,7 @@ def test_an_exchange_of_parts_of_a_gradient_is_told_from_one_of_tokens(elements:
 def test_what_the_recipe_did_not_plan_is_flagged() -> None:
     """One collective of each kind that must not pass unseen, at Mixtral's sizes and in the captured step's layout."""
     shapes = {"gather": "bf16[3,4,1024,8192]", "reduce": "bf16[1024,8192]", "batch": "bf16[65536,8192]"}
-    module = parse(
-        f"""HloModule flags
+    hlo = f"""HloModule flags
 %add (x: bf16[], y: bf16[]) -> bf16[] {{
   %x = bf16[] parameter(0)
   %y = bf16[] parameter(1)
@@ -65,11 +49,10 @@ ENTRY %main (a: bf16[3,4,1024,1024], b: bf16[4,1024,8192], c: bf16[8192,8192]) -
   ROOT %lost = {shapes["batch"]}{{1,0}} all-gather(%moved), replica_groups=[1,8]<=[8], dimensions={{0}}
 }}
 """
-    )
-    batch = Argument("input_ids", "batch", (8, 8192), "int32", "{devices=[8,1]<=[8]}", None)
-    weight = Argument("layers.*.experts", "weights", (3, 4, 1024, 8192), "float32", "{devices=[1,1,1,8]<=[8]}", 0)
+    batch = Argument("input_ids", "batch", (8, 8192), "int32", (BOTH, None), None)
+    weight = Argument("layers.*.experts", "weights", (3, 4, 1024, 8192), "float32", (None, None, None, BOTH), 0)
     lowered = LoweredGraph(b"", (weight, batch), (), MESH, 3)
-    lines = collective_lines(count(module, MESH, 3, V5P).collectives, lowered, exchange="expert")
+    lines = collective_lines(counted(hlo, layers=3).collectives, lowered, exchange="expert")
     flagged = [line.unplanned for line in lines]
     assert len(flagged) == 4
     assert any("all layers at once" in why for why in flagged)

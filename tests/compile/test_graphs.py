@@ -18,7 +18,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile import compile_command
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_command import DOES_NOT_FIT
-from shardwright.compile.libtpu import CompileTarget, compile_for
+from shardwright.compile.libtpu import CompileTarget, compile_for, sharding_text
 from shardwright.compile.lowered_graph import TRAIN_STEP, LoweredGraph
 from shardwright.compile.lowering import EVALUATION, LOADING, READING, graphs_of, lower, shorter_steps
 from shardwright.compile.report.report import CompileReport
@@ -151,7 +151,7 @@ def test_each_graph_is_lowered_with_its_layouts_and_donates_what_it_replaces() -
     for lowered in graphs.values():
         for argument in lowered.arguments:
             if argument.kind == "weights":
-                assert argument.sharding == weights[argument.name].sharding
+                assert argument.spec == weights[argument.name].spec
     evaluated = {a.name: a for a in graphs[EVALUATION].arguments}
     assert evaluated.keys() >= weights.keys()
     assert not any(a.kind == "optimizer" for a in evaluated.values())
@@ -189,10 +189,11 @@ def test_the_graphs_of_a_generation_hold_the_cache_where_it_lies(tmp_path: Path)
     assert not cache & given.keys(), "before the prompts there is none"
     assert {a.name for a in following.arguments if a.output is not None} == cache
     # rows over the batch axes and heads over the others; as it is left, so it is found
-    found = {a.name: a.sharding for a in following.arguments}
-    assert found["keys of layer 1"] == following.outputs[-3] == first.outputs[-3] == "{devices=[2,4,1,1]<=[8]}"
-    weights = {a.name: a.sharding for a in lower(job).arguments if a.kind == "weights"}
-    assert {a.name: a.sharding for a in following.arguments if a.kind == "weights"} == weights
+    found = {a.name: a.spec for a in following.arguments}
+    assert (spec := found["keys of layer 1"]) == following.outputs[-3] == first.outputs[-3]
+    assert sharding_text(first.mesh, spec) == "{devices=[2,4,1,1]<=[8]}"
+    weights = {a.name: a.spec for a in lower(job).arguments if a.kind == "weights"}
+    assert {a.name: a.spec for a in following.arguments if a.kind == "weights"} == weights
 
 
 @pytest.mark.slow

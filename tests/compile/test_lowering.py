@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,12 +19,13 @@ import pytest
 import torch
 import torch_xla
 
-from shardwright.compile.libtpu import CompileTarget, compile_for
+from shardwright.compile.libtpu import CompileTarget, compile_for, sharding_text
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.lowering import lower
 from shardwright.compile.report.report import CompileReport
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
+from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
 from shardwright.models.attention import portable
@@ -98,8 +98,8 @@ def run_lowered(both: Both, folder: Path, before: dict[str, torch.Tensor], scala
     inputs = {str(i): both.constants[i] if i in both.constants else known[a.name] for i, a in enumerate(arguments)}
     donated = {a.output: a for a in arguments if a.output is not None}
     request = {
-        "arguments": [(a.sharding, a.output) for a in arguments],
-        "outputs": both.lowered.outputs,
+        "arguments": [(sharding_text(both.lowered.mesh, a.spec), a.output) for a in arguments],
+        "outputs": [sharding_text(both.lowered.mesh, spec) for spec in both.lowered.outputs],
         "shapes": [donated[i].shape for i in range(len(donated))],
     }
     (folder / "step.hlo.pb").write_bytes(both.lowered.hlo)
@@ -154,10 +154,9 @@ def lowered_for(
     return lower(job), job.plan
 
 
-def tiles(text: str, rank: int) -> list[int]:
+def tiles(spec: PartitionSpec, mesh: dict[str, int]) -> list[int]:
     """How many ways a sharding splits each dimension."""
-    found = re.search(r"devices=\[([\d,]+)\]", text)
-    return [int(n) for n in found[1].split(",")][:rank] if found else [1] * rank
+    return [math.prod(mesh[axis] for axis in axes_of(entry)) for entry in spec]
 
 
 @pytest.mark.parametrize(("name", "devices"), [("mixtral_ep", 256), ("mixtral_fsdp", 256), ("llama_tp", 256)])
@@ -174,15 +173,17 @@ def test_a_process_with_8_devices_lowers_for_many_and_every_argument_is_laid_out
         if argument.kind in ("weights", "optimizer"):
             entry = plan[owner.replace(".*.", ".0.")]
             ways = [math.prod(plan.mesh[axis] for axis in entry.axes_of(d)) for d in range(len(entry.shape))]
-            assert tiles(argument.sharding, len(argument.shape)) == ([1] if ".*." in owner else []) + ways
+            assert tiles(argument.spec, plan.mesh) == ([1] if ".*." in owner else []) + ways
             split += math.prod(ways) > 1
             assert argument.dtype == ("bfloat16" if argument.kind == "weights" else "float32")
         elif argument.kind == "batch":
-            assert tiles(argument.sharding, len(argument.shape))[0] == plan.batch_shards > 1
+            assert tiles(argument.spec, plan.mesh)[0] == plan.batch_shards > 1
         else:
-            assert argument.sharding == "{replicated}"
+            assert set(tiles(argument.spec, plan.mesh)) <= {1}
     assert split > len(weights)
-    assert "T(0)" not in str(lowered)  # in a result's layout MLIR takes it for {replicated}, without a word
+    texts = [sharding_text(lowered.mesh, argument.spec) for argument in lowered.arguments]
+    assert "{devices=" in str(texts)
+    assert "T(0)" not in str(texts)  # in a result's layout MLIR takes it for {replicated}, without a word
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -193,13 +194,13 @@ def test_the_whole_state_is_donated_and_nothing_else(accumulation: int) -> None:
         assert (argument.output is not None) == state, argument
     donated = [argument for argument in lowered.arguments if argument.output is not None]
     assert sorted(argument.output for argument in donated) == list(range(len(lowered.outputs)))  # type: ignore[type-var]
-    assert all(lowered.outputs[argument.output] == argument.sharding for argument in donated)  # type: ignore[index]
+    assert all(lowered.outputs[argument.output] == argument.spec for argument in donated)  # type: ignore[index]
 
 
 def test_a_scanned_step_is_as_large_at_32_layers_as_at_4() -> None:
     shallow, deep = (lowered_for(load_recipe("mixtral_ep"), 64, layers=layers)[0] for layers in (4, 32))
     assert (shallow.layers, deep.layers) == (4, 32)
-    assert [(a.name, a.sharding) for a in shallow.arguments] == [(a.name, a.sharding) for a in deep.arguments]
+    assert [(a.name, a.spec) for a in shallow.arguments] == [(a.name, a.spec) for a in deep.arguments]
     assert 1000 < instructions(shallow) == instructions(deep)
     assert len(deep.hlo) == pytest.approx(len(shallow.hlo), rel=0.01)
 

@@ -22,8 +22,8 @@ Output size 28.00G; shares 27.00G with arguments.
 """
     found = parse_out_of_memory(message)
     assert (found.used, found.limit) == (36 * GIB, 30.75 * GIB)
-    assert found.arguments == pytest.approx(28.09 * GIB)
-    assert (found.outputs, found.shared) == (28 * GIB, 27 * GIB)
+    assert found.argument == pytest.approx(28.09 * GIB)
+    assert (found.output, found.alias) == (28 * GIB, 27 * GIB)
 
 
 def test_running_out_of_vmem_is_not_running_out_of_hbm() -> None:

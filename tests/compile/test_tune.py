@@ -287,6 +287,14 @@ def test_tune_says_when_its_time_was_too_short(taking, monkeypatch):
     assert "tune:    of 1 settings" in out
 
 
+def test_reports_are_written_into_the_home_folder_that_they_name(taking, monkeypatch, tmp_path):
+    asked_of(monkeypatch, lambda *_: taking(0.4, 100.0))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run(ARGS, report="~/page.html", json="~/found.json")
+    assert json.loads((tmp_path / "found.json").read_text())["fits"]
+    assert "Fits: " in (tmp_path / "page.html").read_text()
+
+
 def test_minutes_below_nothing_are_refused():
     with pytest.raises(UserError, match="--tune 60"):
         CompileArguments(topology=TOPOLOGY, tune=-1)

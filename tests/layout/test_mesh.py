@@ -34,8 +34,8 @@ def test_copies_lie_on_slices_each_where_no_factor_says_otherwise():
         (Mesh(fsdp=2, expert=3), 8, "--mesh fsdp=2,expert=4"),
         (Mesh(fsdp=-1, expert=3), 8, "--mesh fsdp=-1,expert=4, or --mesh fsdp=-1,expert=2"),
         (Mesh(data=1, fsdp=-1, tensor=4, dcn={"data": 4}), 8, "--mesh data=1,fsdp=-1,tensor=2"),
-        (Mesh(data=1, fsdp=2, dcn={"data": 4}), 6, "Mesh(data=3, fsdp=1, dcn={'data': 2})"),
-        (Mesh(fsdp=4), 0, "Mesh(fsdp=1)"),
+        (Mesh(data=1, fsdp=2, dcn={"data": 4}), 6, "Mesh(data=1, fsdp=3, dcn={'data': 2})"),
+        (Mesh(fsdp=4), 0, "--mesh fsdp=1"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(mesh, devices, fits):

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from shardwright.compile.hlo.communication import KINDS
-from shardwright.compile.hlo.text import Computation, Module, parse
+from shardwright.compile.hlo.text import Computation, parse
 from tests.support.quick_compile import QUICK_COMPILE
 
 
@@ -34,14 +34,13 @@ def main() -> None:
             case = make_case(recipe, **compute)
             case.step(make_batch(case.config, rows=2 * case.plan.batch_shards), step=1, learning_rate=0.0)
             case.step.read_metrics()
-            modules = [parse(path.read_text()) for path in folder.glob("*.cpu_after_optimizations.txt")]
-            found.append(max(_width(module, module.entry) for module in modules))
+            found.append(max(_width(parse(path.read_text())) for path in folder.glob("*.cpu_after_optimizations.txt")))
             for path in folder.iterdir():
                 path.unlink()
         print(recipe, *found)
 
 
-def _width(module: Module, computation: Computation) -> int:
+def _width(computation: Computation) -> int:
     """The size of the largest set of collectives of which none depends on another, inner ones included.
 
     It is their number less that of the longest matching of each with a later one that depends on it (Dilworth).
@@ -51,14 +50,14 @@ def _width(module: Module, computation: Computation) -> int:
     for instruction in computation.instructions:
         before = 0
         for name in (
-            *instruction.operands,
+            *instruction.names,
             *(instruction.attribute(r"control-predecessors={([^}]*)}") or "").split(", "),
         ):
             before |= above.get(name.lstrip("%"), 0)
         if instruction.opcode.removesuffix("-start") in KINDS:
             inside = 1
         elif instruction.opcode in ("while", "call", "conditional"):
-            inside = max((_width(module, called) for called in module.called(instruction)), default=0)
+            inside = max(map(_width, instruction.called), default=0)
         else:
             inside = 0
         own = ((1 << inside) - 1) << len(waiting)

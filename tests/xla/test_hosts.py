@@ -14,7 +14,6 @@ from datasets import Dataset
 
 from shardwright.data.rows.batches import TrainingBatches, heldout_batches
 from shardwright.data.rows.rows import StoredRows
-from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
 from shardwright.step.train_step import _by_micro_batch
 from shardwright.xla import runtime, sharding
@@ -59,22 +58,14 @@ def test_every_device_gets_the_rows_that_one_host_would_send_it(case: str, accum
     for host in hosts_of(mesh, devices_a_host):
         index, count = batch_share(mesh, batch_axes, host)
         batches = TrainingBatches(ROWS, rows, seed=0, process_index=index, process_count=count)
-        held = HostRows("input_ids", _by_micro_batch(next(batches)["input_ids"], accumulation), index, count)
+        held = HostRows(_by_micro_batch(next(batches)["input_ids"], accumulation), index, count)
         assert held.shape == one.shape
         assert len(held.held) == len(one) // count
-        evaluated = HostRows("labels", next(heldout_batches(ROWS, micro_batch, index, count))["labels"], index, count)
+        evaluated = HostRows(next(heldout_batches(ROWS, micro_batch, index, count))["labels"], index, count)
         for device in host:
             for whole, mine in ((one, held), (scored, evaluated)):
                 where = shard_slices("x", whole.shape, mesh, batch_spec(whole.dim(), batch_axes), device)
                 assert (mine[where] == whole[where]).all()
-
-
-def test_rows_that_another_host_holds_are_refused() -> None:
-    held = HostRows("input_ids", torch.zeros(4, 3), 1, 2)
-    assert held[slice(6, 8), slice(0, 3)].shape == (2, 3)
-    for first, last in ((0, 4), (3, 5), (0, 8)):
-        with pytest.raises(UserError, match=r"input_ids[\s\S]*holds rows 4 to 7"):
-            held[slice(first, last), slice(0, 3)]
 
 
 def test_hosts_score_every_held_out_row_once_in_batches_of_one_shape() -> None:
@@ -91,7 +82,7 @@ def test_a_placed_share_is_the_global_batch_on_the_devices() -> None:
     mesh = build_mesh(Mesh(fsdp=4, tensor=2))
     assert batch_share(mesh, ("fsdp",)) == (0, 1)
     values = torch.arange(24).view(8, 3)
-    placed = sharding.place("x", HostRows("x", values, 0, 1), mesh, batch_spec(2, ("fsdp",)))
+    placed = sharding.place("x", HostRows(values, 0, 1), mesh, batch_spec(2, ("fsdp",)))
     assert (sharding.fetch(placed) == values).all()
 
 

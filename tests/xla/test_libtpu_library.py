@@ -25,13 +25,16 @@ def test_a_folder_or_a_file_names_the_library_and_its_package_the_version(tmp_pa
     assert (found.path, found.version) == (path, "0.0.99")
 
 
-def test_a_version_is_found_in_the_cache_and_a_missing_one_told_with_pips_command(tmp_path: Path) -> None:
+def test_a_version_is_found_in_the_cache_and_a_missing_one_told_with_pips_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     with pytest.raises(UserError) as error:
-        find_library("0.0.99", tmp_path)
+        find_library("0.0.99")
     folder = tmp_path / "libtpu" / "0.0.99"
     assert error.value.instead == f"pip install --no-deps --target {folder} libtpu==0.0.99"
     path = as_pip_leaves_it(folder, "0.0.99")
-    assert find_library("0.0.99", tmp_path).path == path
+    assert find_library("0.0.99").path == path
 
 
 def test_a_library_of_no_package_is_told_from_another_by_size_and_date(

@@ -58,7 +58,7 @@ class Plugin:
         return call
 
     def call(self, place: int, words: Any) -> int | None:
-        error: int | None = Function(self.table.entry_at(place))(ctypes.addressof(words))
+        error: int | None = Function(self.table.entry(place))(ctypes.addressof(words))
         return error
 
 

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from shardwright.arguments.option_values import check_values, option
-from shardwright.errors import UserError
+from shardwright.arguments.option_values import Checked, check_values, option
 
 
 @dataclass
-class CompileArguments:
+class CompileArguments(Checked):
     """The slice to compile for, the search, and the report; the job itself is in the training options."""
 
     COMMON = ("topology", "slices", "search", "tune", "report", "json")  # what the short help shows
@@ -49,10 +48,4 @@ class CompileArguments:
 
     def __post_init__(self) -> None:
         check_values(self)
-        if self.tune < 0:
-            raise UserError(
-                asked=f"--tune {self.tune}",
-                found="a negative number",
-                why="it is the minutes that a search may take",
-                instead="--tune 60, or 0 for no search",
-            )
+        self.at_least(0, "it is the minutes that a search may take, and 0 is no search", "tune", instead=60)

@@ -17,6 +17,7 @@ from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.errors import UserError
+from shardwright.files.asked_file import write_asked
 from shardwright.report.lines import Terminal, say, waiting
 
 if TYPE_CHECKING:
@@ -64,15 +65,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             instead="--topology v5p:4x4x4, or another of libtpu's names",
         )
     for path in filter(None, (options.report, options.json)):
-        parent = Path(os.path.expanduser(path)).absolute().parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
-            found = f"{path} can't be written" if parent.is_dir() else f"{parent} is no folder that can be written"
-            raise UserError(
-                asked=f"the report in {path}",
-                found=found,
-                why="it is written after minutes of compiling",
-                instead="a file in a folder that exists",
-            )
+        _check_writable(Path(path).expanduser().absolute())
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     for text in filter(None, (job.job.copies, *plan_warnings(job.job.plan))):
         say(console, f"plan:    {text}")
@@ -98,21 +91,33 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     return 0 if report.fits else DOES_NOT_FIT
 
 
+def _check_writable(path: Path) -> None:
+    """Raises UserError unless a file can be written at ``path``."""
+    folder = path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+        raise UserError(
+            asked=f"the report in {path}",
+            found=f"{path} can't be written" if folder.is_dir() else f"{folder} is no folder that can be written",
+            why="it is written after minutes of compiling",
+            instead="a file in a folder that exists",
+        )
+
+
 def _write(
     report: CompileReport, job: CompileJob, console: Console, tried: Sequence[Trial], most: int | None = None
 ) -> None:
     """Writes the page and the JSON, with a search's trials and the largest batch that fits."""
-    from shardwright.compile.report.compile_page import write_page
+    from shardwright.compile.report.compile_page import page
 
     options = job.options
     if options.report:
-        write_page(report, Path(options.report), title=job.title, tried=[t.cells for t in tried])
+        write_asked(options.report, "--report", page(report, job.title, [trial.cells for trial in tried]))
         say(console, f"page:    {options.report}")
     if options.json:
         plain = report.as_json()
         if tried:
-            plain["tried"] = [dataclasses.asdict(t) for t in tried]
+            plain["tried"] = [dataclasses.asdict(trial) for trial in tried]
         if most is not None:
             plain["largest_batch"] = most
-        Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        write_asked(options.json, "--json", json.dumps(plain, indent=2) + "\n")
         say(console, f"json:    {options.json}")

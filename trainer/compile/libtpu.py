@@ -25,7 +25,8 @@ from shardwright.compile.report.report import CompileReport, Expected, make_repo
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, is_whole, publish
 from shardwright.files.scratch import scratch_folder
-from shardwright.models.ops.jax_call import xla_client
+from shardwright.layout.partition import PartitionSpec, axes_of
+from shardwright.models.ops.jax_call import jax, xla_client
 from shardwright.xla.chips import find_topology
 from shardwright.xla.libtpu_library import Library, find_library
 
@@ -47,41 +48,38 @@ class CompileTarget:
     libtpu: str | None = None  # as `find_library` takes it
 
 
-def compile_for(
-    lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
-) -> CompileReport:
+def compile_for(lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None) -> CompileReport:
     """Compiles a graph for slices of TPUs, unless the cache has it (`files.cache.cache_root`), and makes the report.
 
     Raises:
-        UserError: unknown topology; mesh of another size; no libtpu; the compiler failed or took too long.
+        UserError: unknown topology; axes that don't fit the slices; no libtpu; the compiler failed or took too long.
     """
     where = find_topology(target.topology, target.slices)
-    size = math.prod(lowered.mesh.values())
-    if size != where.devices:
-        raise UserError(
-            asked=f"{target.slices} × {target.topology}, {where.devices} devices",
-            found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
-            why="each device is one position of the mesh",
-            instead=f"a mesh of {where.devices} devices, or a topology of {size} of them",
-        )
     factors = _dcn_factors(lowered.mesh, target)
     request = {
-        "arguments": [(a.sharding, a.output) for a in lowered.arguments],
-        "outputs": lowered.outputs,
+        "arguments": [(sharding_text(lowered.mesh, a.spec), a.output) for a in lowered.arguments],
+        "outputs": [sharding_text(lowered.mesh, spec) for spec in lowered.outputs],
         "mesh": list(lowered.mesh.values()),
         "dcn": [factors.get(axis, 1) for axis in lowered.mesh],
         "topology": where.libtpu(),
         "flags": sorted(target.flags.items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
-    library = find_library(target.libtpu, cache_dir)
-    folder = cache_root(cache_dir) / "compiled" / _key(lowered, request, library)
+    library = find_library(target.libtpu)
+    folder = cache_root() / "compiled" / _key(lowered, request, library)
     if not is_whole(folder):
         _compile(lowered, request, target, folder, library)
-    result = json.loads((folder / "result.json").read_text())
-    texts = [folder / name for name in ("optimised.hlo.gz", "buffers.txt.gz")]
+    result, *texts = (folder / name for name in _NAMES)
     hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
-    return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
+    return make_report(lowered, where, json.loads(result.read_text()), hlo, buffers, expected or Expected(), factors)
+
+
+def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
+    """``spec`` on ``mesh`` in HLO's notation."""
+    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    split = (tuple(axis for axis in axes_of(entry) if mesh[axis] > 1) for entry in spec)
+    sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec(*(axes or None for axes in split)))
+    return str(sharding._to_xla_hlo_sharding(len(spec)))  # semi-private: jax/_src/named_sharding.py, jax 0.7.1
 
 
 def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardwright.layout.partition import PartitionSpec
 from shardwright.step.auto_remat import LayerValue
 
 TRAIN_STEP = "train step"
@@ -15,7 +16,7 @@ class Argument:
     kind: str  # `weights`, `optimizer`, `batch` or `other`
     shape: tuple[int, ...]  # global
     dtype: str
-    sharding: str  # HLO's text, `{devices=[8,1]<=[8]}` or `{replicated}`
+    spec: PartitionSpec
     output: int | None  # number of the output that takes its place in memory; None: it is not donated
 
 
@@ -25,7 +26,7 @@ class LoweredGraph:
 
     hlo: bytes  # a serialised HloModuleProto
     arguments: tuple[Argument, ...]
-    outputs: tuple[str, ...]  # shardings, in HLO's text
+    outputs: tuple[PartitionSpec, ...]
     mesh: dict[str, int]  # axis → size, in mesh order; HLO's device ids are positions in it, row-major
     layers: int  # trip count of the longest loop over layers
     graph: str = TRAIN_STEP

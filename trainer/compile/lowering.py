@@ -6,7 +6,6 @@ but no data, so a model of any size is lowered in seconds.
 
 import functools
 import gc
-import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -21,7 +20,7 @@ from shardwright.evaluation.reference_rows import REFERENCE_PASS, ReferenceStep
 from shardwright.evaluation.teacher import teacher_job
 from shardwright.evaluation.teacher_rows import TEACHER_PASS
 from shardwright.job import Job
-from shardwright.layout.partition import PartitionSpec, axes_of
+from shardwright.layout.partition import PartitionSpec
 from shardwright.layout.plan import ParameterPlan
 from shardwright.layout.stacking import is_stacked
 from shardwright.models.layers.decoder_layers import DecoderLayers
@@ -100,14 +99,13 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh) -> LoweredGraph:
     arguments = []
     for number, parameter in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
         name, shape = known.get(number, "a constant"), tuple(parameter.dimensions())
-        sharding = sharding_text(job.plan.mesh, specs.get(name, (None,) * len(shape)))
-        dtype = str(parameter.numpy_dtype())
-        arguments.append(Argument(name, _kind(name, job), shape, dtype, sharding, outputs.get(name)))
+        spec, dtype = specs.get(name, (None,) * len(shape)), str(parameter.numpy_dtype())
+        arguments.append(Argument(name, _kind(name, job), shape, dtype, spec, outputs.get(name)))
     decoders = (module for module in job.assembled.modules() if isinstance(module, DecoderLayers))
     return LoweredGraph(
         hlo=hlo,
         arguments=tuple(arguments),
-        outputs=tuple(sharding_text(job.plan.mesh, specs[name]) for name in results),
+        outputs=tuple(specs[name] for name in results),
         mesh=dict(job.plan.mesh),
         layers=max((run.count for decoder in decoders for run in decoder.runs), default=1),
         graph=graph,
@@ -192,23 +190,6 @@ def _batch(job: Job, rows: int) -> Tensors:
     batch = {name: torch.empty((rows, args.sequence_length), dtype=torch.int64, device="meta") for name in names}
     columns = args.goal.columns
     return batch | {name: torch.empty((rows, *shape), device="meta") for name, shape in columns.items()}
-
-
-def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
-    """``spec`` on ``mesh`` in HLO's notation."""
-    axes = [axis for axis, size in mesh.items() if size > 1]
-    groups = [axes_of(entry) for entry in spec]
-    sharded = [axis for group in groups for axis in group if axis in axes]
-    if not sharded:
-        return "{replicated}"
-    rest = [axis for axis in axes if axis not in sharded]
-    tiles = [math.prod(mesh[axis] for axis in group) for group in [*groups, *([rest] if rest else [])]]
-    order = f"[{math.prod(mesh[axis] for axis in axes)}]"
-    # Transposed only where the order differs: MLIR silently makes {replicated} of a result's `<=[8]T(0)`.
-    if [*sharded, *rest] != axes:
-        transposed = ",".join(str(axes.index(axis)) for axis in [*sharded, *rest])
-        order = f"[{','.join(str(mesh[axis]) for axis in axes)}]T({transposed})"
-    return f"{{devices=[{','.join(map(str, tiles))}]<={order}{' last_tile_dim_replicate' if rest else ''}}}"
 
 
 def _kind(name: str, job: Job) -> str:

@@ -28,7 +28,7 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
             own = parameter.requires_grad
             entries.append(replace(plan[name], trained=own, dtype=dtype if own else plan[name].dtype))
             continue
-        transposed = bool(getattr(adapted.get_submodule(base.rpartition(".")[0]), "is_transposed", False))
+        transposed = _is_transposed(adapted, base)
         suffix, shape = name.removeprefix(base), tuple(parameter.shape)
         # the weight's dimension that the factor has too, and that dimension in the factor, whose other is the rank
         columns = len(plan[base].shape) - 1
@@ -88,9 +88,13 @@ def with_packed(plan: ShardingPlan, adapted: nn.Module, packing: Packing, names:
 
 
 def _as_packed(entry: ParameterPlan, adapted: nn.Module) -> Weight:
-    turned = bool(getattr(adapted.get_submodule(entry.name.rpartition(".")[0]), "is_transposed", False))
     splits = tuple(size // local for size, local in zip(entry.shape, entry.local_shape, strict=True))
-    return Weight(entry.shape, -2 if turned else -1, splits)
+    return Weight(entry.shape, -2 if _is_transposed(adapted, entry.name) else -1, splits)
+
+
+def _is_transposed(adapted: nn.Module, name: str) -> bool:
+    """Does the module of the weight ``name`` hold it as ``[in, out]``, as some experts do?"""
+    return bool(getattr(adapted.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
 
 def _undivided(entry: ParameterPlan, part: Part) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
 from shardwright.layout.copies import COPY
-from shardwright.layout.mesh import SEQUENCE, Mesh
+from shardwright.layout.mesh import SEQUENCE, Mesh, mesh_option, mesh_text
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Placement, Shard
 from shardwright.layout.plan_checks import collapse
@@ -118,7 +118,7 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
             asked=f"recipe {AUTO}: mesh {text!r}",
             found=f"an axis {unknown!r}",
             why="it has a use for the axes " + ", ".join(AXES),
-            instead=f"--mesh {_known(text, unknown)}; or a recipe file with axes of your own",
+            instead=f"{_known(text, unknown)}; or a recipe file with axes of your own",
         )
     axes = replace(UNMADE, mesh=Mesh(dcn=None, **dict.fromkeys(names, 1))).with_mesh(text).mesh.axes
     if axes.get("expert", 1) != 1 and experts is None:
@@ -126,7 +126,7 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
             asked=f"recipe {AUTO}: mesh {text!r}",
             found="a model without experts under transformers' interface to them",
             why="the axis expert is what experts are spread over",
-            instead=f"--mesh {_known(text, 'expert')}",
+            instead=_known(text, "expert"),
         )
     return Mesh(dcn=None, **({axis: axes[axis] for axis in AXES if axes.get(axis, 1) != 1} or {"fsdp": 1}))
 
@@ -146,7 +146,7 @@ def _with_copies(grid: Mesh, model: PreTrainedModel, roles: Roles, devices: int)
 
 
 def _known(text: str, axis: str) -> str:
-    """The mesh ``text`` with an axis that there is a use for in place of ``axis``: the one that it means, or fsdp."""
+    """The option of the mesh ``text`` with, in place of ``axis``, one that there is a use for: its meaning, or fsdp."""
     near = difflib.get_close_matches(axis, [each for each in AXES if each != axis], n=1, cutoff=0.5)
     meant = _SHORT.get(axis) or ("fsdp" if axis in AXES or not near else near[0])
     sizes = {name.strip(): size for name, _, size in (part.partition("=") for part in text.split(","))}
@@ -155,7 +155,7 @@ def _known(text: str, axis: str) -> str:
         sizes[meant] = size
     elif "-1" not in sizes.values():
         sizes[meant] = "-1"
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
+    return mesh_option(sizes)
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:
@@ -199,7 +199,7 @@ def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line
     def fit(axes: Sequence[str], dim: int) -> bool:
         """Splits ``dim`` over ``axes``, if they divide it."""
         if left[dim] % math.prod(sizes[axis] for axis in axes):
-            missed.setdefault(shape[dim], []).append(" × ".join(f"{axis}={sizes[axis]}" for axis in axes))
+            missed.setdefault(shape[dim], []).append(mesh_text(sizes, axes))
             return False
         for axis in axes:
             split[axis], left[dim] = Shard(dim), left[dim] // sizes[axis]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwright.layout.mesh import DATA, in_copies
+from shardwright.layout.mesh import DATA, in_copies, mesh_text
 from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, matches
@@ -64,21 +64,19 @@ def fitted(recipe: Recipe, model: nn.Module, devices: int) -> tuple[Recipe, str]
         return recipe, ""
     mesh = recipe.mesh.sizes(devices)
     names = dict(model.named_parameters(remove_duplicate=False))
-    table = {**recipe.parameters, **recipe.optional}
-    layouts = {name: shards_of(_line(table, name), mesh) for name in names}
+    layouts = {name: shards_of(_line(recipe, name), mesh) for name in names}
     bad = undivided(names, layouts, mesh)
     sizes = copies_of(recipe, names, layouts, mesh) if bad else None
     if sizes is None:
         return recipe, ""
     name, (dim, axes) = next(iter(bad.items()))
-    over = " × ".join(f"{axis}={mesh[axis]}" for axis in axes)
     text = (
         f"{sizes[DATA]} copies of the model, each over {devices // sizes[DATA]} devices: dimension {dim} of {name}, "
-        f"{names[name].shape[dim]}, is not divisible by {over}"
+        f"{names[name].shape[dim]}, is not divisible by {mesh_text(mesh, axes)}"
     )
     return recipe.with_copies(sizes[DATA]), text
 
 
-def _line(table: Mapping[str, Layout], name: str) -> Layout:
+def _line(recipe: Recipe, name: str) -> Layout:
     """The layout of the first line that ``name`` matches; replicated without one, which is refused elsewhere."""
-    return next((layout for pattern, layout in table.items() if matches(pattern, name)), {})
+    return next((layout for pattern, layout in recipe.lines.items() if matches(pattern, name)), {})

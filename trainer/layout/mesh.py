@@ -72,7 +72,7 @@ class Mesh:
     @property
     def option(self) -> str:
         """The option of a command that gives a recipe these ICI factors."""
-        return "--mesh " + ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+        return mesh_option(self.axes)
 
     def ici_sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis within one slice, in order, with -1 resolved; UserError if ``devices`` don't fit."""
@@ -83,10 +83,7 @@ class Mesh:
                 asked=f"{self} on {devices} devices",
                 found=f"its sizes multiply to {fixed}{' × what is left' if has_rest else ''}",
                 why="every device has exactly one place in the mesh",
-                instead=", or ".join(
-                    [mesh.option for mesh in self.fitting(devices)[:_OFFERED]] or [f"{self._that_fits(devices)}"]
-                )
-                + ("" if has_rest else f", or {fixed} devices"),
+                instead=", or ".join(self._offers(max(devices, 1)) + [f"{fixed} devices"] * (not has_rest)),
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
@@ -119,17 +116,25 @@ class Mesh:
 
         return sorted(made, key=distance)
 
-    def _that_fits(self, devices: int) -> Mesh:
-        """A mesh of the same axes for ``devices`` devices where no DCN factors of these divide them."""
-        left, dcn, ici = max(devices, 1), {}, {}
+    def _offers(self, devices: int) -> list[str]:
+        """The meshes nearest to this one that fit ``devices``, or one with smaller DCN factors where these don't."""
+        if near := self.fitting(devices):
+            return [mesh.option for mesh in near[:_OFFERED]]
+        left, dcn = devices, {}
         for axis, factor in self.dcn.items():
             dcn[axis] = math.gcd(factor, left)
             left //= dcn[axis]
-        rest = next((axis for axis, size in self.axes.items() if size == -1), next(iter(self.axes)))
-        for axis, size in reversed(self.axes.items()):
-            ici[axis] = 1 if axis == rest else math.gcd(size, left)
-            left //= ici[axis]
-        return Mesh(dcn=dcn, **{axis: left if axis == rest else ici[axis] for axis in self.axes})
+        return [str(Mesh(dcn=dcn, **self.axes).fitting(devices)[0])]
+
+
+def mesh_text(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> str:
+    """``axes``, or all, with their sizes: ``fsdp=2 × expert=4``."""
+    return " × ".join(f"{axis}={sizes[axis]}" for axis in (sizes if axes is None else axes))
+
+
+def mesh_option(sizes: Mapping[str, int | str]) -> str:
+    """The option that gives a recipe these sizes: ``--mesh fsdp=2,expert=4``."""
+    return "--mesh " + ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def in_copies(sizes: Mapping[str, int], axis: str, copies: int) -> dict[str, int]:

@@ -171,12 +171,24 @@ class ShardingPlan:
         return math.prod(self.mesh[axis] for axis in self.token_axes)
 
     @property
+    def kinds(self) -> list[list[ParameterPlan]]:
+        """The parameters by recipe line and shape."""
+        groups: dict[tuple[str, tuple[int, ...]], list[ParameterPlan]] = {}
+        for parameter in self.parameters:
+            groups.setdefault((parameter.pattern, parameter.shape), []).append(parameter)
+        return list(groups.values())
+
+    @property
     def totals(self) -> dict[str, int]:
+        """The bytes of :meth:`held` for all parameters."""
+        return self.held(self.parameters)
+
+    def held(self, parameters: Sequence[ParameterPlan]) -> dict[str, int]:
         """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of optimizer state."""
-        trained = [parameter for parameter in self.parameters if parameter.trained]
+        trained = [parameter for parameter in parameters if parameter.trained]
         kept = [tensor for parameter in trained for tensor in self.state_of(parameter.name)]
         return {
-            "parameters_bytes": sum(parameter.bytes_per_device for parameter in self.parameters),
+            "parameters_bytes": sum(parameter.bytes_per_device for parameter in parameters),
             "gradients_bytes": sum(parameter.bytes_per_device for parameter in trained),
             "optimizer_bytes": sum(tensor.bytes_per_device for tensor in kept),
         }
@@ -280,8 +292,7 @@ def _resolved(
         raise error.with_instead(", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
     names, aliases = _names_of(model)
     pattern_of = plan_checks.match_lines(recipe, names, mends)
-    table = {**recipe.parameters, **recipe.optional}
-    layouts = {name: shards_of(table[pattern], mesh) for name, pattern in pattern_of.items()}
+    layouts = {name: shards_of(recipe.lines[pattern], mesh) for name, pattern in pattern_of.items()}
     plan_checks.check_tied(recipe, aliases, layouts)
     plan_checks.check_dimensions(recipe, names, layouts, mends)
     plan_checks.check_divisible(recipe, names, layouts, mesh, mends)

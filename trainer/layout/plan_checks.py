@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layout.copies import Shards, copies_of, undivided
-from shardwright.layout.mesh import DATA
+from shardwright.layout.mesh import DATA, mesh_option, mesh_text
 from shardwright.layout.recipe import Layout, Recipe, layout_source, layout_text, matches
 
 if TYPE_CHECKING:
@@ -120,13 +120,12 @@ def check_divisible(
         return
     name, (dim, axes) = next(iter(bad.items()))
     shape, sizes = tuple(names[name].shape), copies_of(recipe, names, layouts, mesh)
-    text = ",".join(f"{axis}={size}" for axis, size in (sizes or {}).items())
-    copied = f"--mesh {text}, which is {sizes[DATA]} copies of the model" if sizes else ""
+    copied = f"{mesh_option(sizes)}, which is {sizes[DATA]} copies of the model" if sizes else ""
     alike = [other for other, found in bad.items() if found == bad[name]]
     smaller = copied or ((mends.mesh() or mends.fewer()) if mends else "")
     offers = [smaller, mends.elsewhere(alike, axes, 1 if smaller else 2) if mends else ""]
     raise UserError(
-        asked=f"recipe {recipe.name}: dimension {dim} of {name} over {' × '.join(f'{a}={mesh[a]}' for a in axes)}",
+        asked=f"recipe {recipe.name}: dimension {dim} of {name} over {mesh_text(mesh, axes)}",
         found=_listing({other: f"of shape {list(names[other].shape)}" for other in bad}),
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
         instead="; or\n           ".join(filter(None, offers)),

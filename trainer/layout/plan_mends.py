@@ -58,13 +58,13 @@ class Mends:
 
     def missing(self, unmatched: Collection[str], unused: Collection[str]) -> str:
         """Lines for the parameters ``unmatched``, or the spelling that a line of ``unused`` may have meant."""
-        lines = self._merged(self._auto(unmatched), unmatched)
-        known = [*self._merged({name: {} for name in unmatched}, unmatched), *lines, *map(collapse, unmatched)]
+        lines = self._merged(self._auto(unmatched))
+        known = [*self._merged({name: {} for name in unmatched}), *lines, *map(collapse, unmatched)]
         for pattern in unused:
             if near := difflib.get_close_matches(pattern, known, n=1, cutoff=_NEAR):
                 return f"did you mean {near[0]!r} by {pattern!r}, which matches nothing?"
         title = "the line " if len(lines) == 1 else f"these lines, as recipe auto has them:{_BREAK}"
-        return title + f",{_BREAK}".join(_line(*each) for each in lines.items())
+        return title + _source(lines)
 
     def of_regex(self, pattern: str, unmatched: Collection[str]) -> tuple[str, str] | None:
         """The count that an idle ``pattern`` matches if read otherwise, and lines for that; None: nothing either."""
@@ -72,9 +72,8 @@ class Mends:
         wanted = [name for name in meant if name in unmatched] or meant
         if not wanted:
             return None
-        lines = self._merged(dict.fromkeys(wanted, self._table[pattern]), wanted)
         said = f"{how} it would match {len(meant)} parameter{'s' * (len(meant) > 1)}"
-        return said, self._in_place(pattern, lines)
+        return said, self._in_place(pattern, wanted)
 
     def narrowed(self, patterns: Collection[str]) -> str:
         """The broadest of ``patterns``, which match one parameter, without those that the others match."""
@@ -84,14 +83,14 @@ class Mends:
         rest = [name for name in hits[broad] if name not in others]
         if not rest:
             return f"no line {broad!r}"
-        return self._in_place(broad, self._merged(dict.fromkeys(rest, self._table[broad]), rest))
+        return self._in_place(broad, rest)
 
     def elsewhere(self, names: Collection[str], axes: Sequence[str], most: int = _LINES) -> str:
         """The lines of ``names``, and of those tied to them, with ``axes`` on other dimensions, or with fewer axes."""
         same = {id(self._names[name]) for name in names}
         lines: dict[str, Layout] = {}
         for other in (name for name, parameter in self._names.items() if id(parameter) in same):
-            lines |= {pattern: line for pattern, line in self._table.items() if matches(pattern, other)}
+            lines |= {pattern: line for pattern, line in self._recipe.lines.items() if matches(pattern, other)}
         good, further, seen = [], [], [lines]
         for change in _changes(axes, min(self._names[name].dim() for name in names)):
             changed = {pattern: change(line) for pattern, line in lines.items()}
@@ -99,16 +98,11 @@ class Mends:
                 continue
             seen.append(changed)
             refusal = self._refusal(self._with_lines(changed), self._devices)
-            text = f",{_BREAK}".join(_line(*each) for each in changed.items())
             if refusal is None:
-                good.append(text)
+                good.append(_source(changed))
             elif not any(name in refusal.asked for name in names):
-                further.append(text)
+                further.append(_source(changed))
         return (f", or{_BREAK}" if len(lines) > 1 else ", or ").join((good or further)[:most])
-
-    @property
-    def _table(self) -> dict[str, Layout]:
-        return {**self._recipe.parameters, **self._recipe.optional}
 
     def _with_lines(self, lines: Mapping[str, Layout]) -> Recipe:
         """The recipe with other layouts on some of its lines."""
@@ -127,30 +121,27 @@ class Mends:
         kinds = kinds_of(self._model, self._recipe.mesh.sizes(self._devices))
         return {name: kinds[collapse(name)] for name in names}
 
-    def _merged(self, layouts: Mapping[str, Layout], wanted: Collection[str]) -> dict[str, Layout]:
-        """``layouts`` of the parameters ``wanted`` by few patterns, which match no other parameter."""
-        others = {collapse(name) for name in self._names if name not in wanted}
-        lines: dict[str, object] = dict.fromkeys(others)  # None: not to be matched
-        layout_of = {}
-        for name in wanted:
-            kind = name if collapse(name) in others else collapse(name)
-            layout_of[kind] = layouts[name]
-            lines[kind] = layout_source(layouts[name])
-        if len(layout_of) > _MERGED:
-            return layout_of
+    def _merged(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        """The ``layouts`` of parameters by few patterns, which match no other parameter."""
+        others = {collapse(name) for name in self._names if name not in layouts}
+        lines = {name if collapse(name) in others else collapse(name): line for name, line in layouts.items()}
+        if len(lines) > _MERGED:
+            return lines
         # alike lines of other parameters must not be merged with one another, or they would take part
-        unlike = {kind: (kind if line is None else "", line) for kind, line in lines.items()}
-        found = {pattern: line for pattern, (_, line) in shared_patterns(unlike).items() if line is not None}
-        by_source = {layout_source(layout): layout for layout in layout_of.values()}
-        return {pattern: by_source[str(source)] for pattern, source in found.items()}
+        apart = {other: (other, "") for other in others}
+        found = shared_patterns(apart | {kind: ("", layout_source(line)) for kind, line in lines.items()})
+        by_source = {layout_source(line): line for line in lines.values()}
+        return {pattern: by_source[source] for pattern, (other, source) in found.items() if not other}
 
-    def _in_place(self, pattern: str, lines: Mapping[str, Layout]) -> str:
-        shown = f",{_BREAK}".join(_line(*each) for each in lines.items())
-        return f"in place of {pattern!r}:{_BREAK if len(lines) > 1 else ' '}{shown}"
+    def _in_place(self, pattern: str, names: Collection[str]) -> str:
+        """The layout of the line ``pattern`` on lines that match ``names`` alone."""
+        lines = self._merged(dict.fromkeys(names, self._recipe.lines[pattern]))
+        return f"in place of {pattern!r}:{_BREAK if len(lines) > 1 else ' '}{_source(lines)}"
 
 
-def _line(pattern: str, layout: Layout) -> str:
-    return f'"{pattern}": {layout_source(layout)}'
+def _source(lines: Mapping[str, Layout]) -> str:
+    """Lines as a recipe's file has them."""
+    return f",{_BREAK}".join(f'"{pattern}": {layout_source(layout)}' for pattern, layout in lines.items())
 
 
 def _changes(axes: Sequence[str], rank: int) -> Iterator[Callable[[Layout], Layout]]:

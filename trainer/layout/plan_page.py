@@ -4,8 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from shardwright.layout.mesh import mesh_text
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
-from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
+from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows, shape_text
 from shardwright.report.html import render
 from shardwright.report.units import size
 
@@ -23,26 +24,23 @@ def plan_page(
         experts: names of the model's modules that hold experts.
         routing: (experts that a token goes to, all experts); None: there are none, or nothing says it.
     """
-    kinds = _kinds(plan)
     data = {
         "axes": list(plan.mesh.items()),
         "batch": plan.batch,
-        "tensors": [_tensor(plan, group) for group in kinds],
+        "tensors": [_tensor(plan, group) for group in plan.kinds],
         "way": _way(plan, experts, routing),
     }
     held = held_by_a_device(plan)
-    parts = [
-        (f"{group[0].pattern}, {_shape(group[0].shape)}", sum(_bytes(plan, each) for each in group)) for group in kinds
-    ]
+    parts = [(f"{group[0].pattern}, {shape_text(group[0].shape)}", _bytes(plan, group)) for group in plan.kinds]
     return render(
         "plan.html.j2",
         title=title,
         data=json.dumps(data, separators=(",", ":")),
         tensors=data["tensors"],
         way=data["way"],
-        mesh=" × ".join(f"{axis}={count}" for axis, count in plan.mesh.items()),
+        mesh=mesh_text(plan.mesh),
         devices=plan.devices,
-        batch=" × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch),
+        batch=mesh_text(plan.mesh, plan.batch),
         rows=plan.batch_shards,
         whole=size(sum(count for _, count in held), decimals=2),
         held=[(what, count, size(count, decimals=2)) for what, count in held],
@@ -53,23 +51,9 @@ def plan_page(
     )
 
 
-def _kinds(plan: ShardingPlan) -> list[list[ParameterPlan]]:
-    """The parameters by recipe line and shape."""
-    groups: dict[tuple[str, tuple[int, ...]], list[ParameterPlan]] = {}
-    for parameter in plan.parameters:
-        groups.setdefault((parameter.pattern, parameter.shape), []).append(parameter)
-    return list(groups.values())
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
-
-
-def _bytes(plan: ShardingPlan, parameter: ParameterPlan) -> int:
-    """A device's share of a parameter, its gradient and its optimizer state."""
-    if not parameter.trained:
-        return parameter.bytes_per_device
-    return 2 * parameter.bytes_per_device + sum(each.bytes_per_device for each in plan.state_of(parameter.name))
+def _bytes(plan: ShardingPlan, group: Sequence[ParameterPlan]) -> int:
+    """A device's share of parameters, their gradients and their optimizer state."""
+    return sum(plan.held(group).values())
 
 
 def _tensor(plan: ShardingPlan, group: Sequence[ParameterPlan]) -> dict[str, Any]:
@@ -78,10 +62,10 @@ def _tensor(plan: ShardingPlan, group: Sequence[ParameterPlan]) -> dict[str, Any
     return {
         "name": first.pattern,
         "count": len(group),
-        "shape": _shape(first.shape),
-        "local": _shape(first.local_shape),
+        "shape": shape_text(first.shape),
+        "local": shape_text(first.local_shape),
         "dims": [(length, first.axes_of(dim)) for dim, length in enumerate(first.shape)],
-        "bytes": size(sum(_bytes(plan, each) for each in group), decimals=2),
+        "bytes": size(_bytes(plan, group), decimals=2),
         "trained": first.trained,
     }
 

@@ -1,9 +1,12 @@
 """A plan as the rows of a table, and printed."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.layout.mesh import mesh_text
+from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import layout_text
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.report.lines import Terminal, say
@@ -14,20 +17,21 @@ PLAN_HEADER = ("pattern", "match", "shape", "placements", "on a device", "bytes"
 
 def plan_rows(plan: ShardingPlan) -> list[list[str]]:
     """A row under :data:`PLAN_HEADER` for each pattern and shape, with the bytes of all its parameters."""
-    groups: dict[tuple[str, tuple[int, ...]], list[ParameterPlan]] = {}
-    for parameter in plan.parameters:
-        groups.setdefault((parameter.pattern, parameter.shape), []).append(parameter)
     return [
         [
-            pattern,
-            str(len(parameters)),
-            "×".join(map(str, shape)) or "scalar",
-            "\n".join(f"{axis}: {text}" for axis, text in layout_text(parameters[0].layout).items()) or "replicated",
-            "×".join(map(str, parameters[0].local_shape)) or "scalar",
-            size(sum(parameter.bytes_per_device for parameter in parameters), decimals=2),
+            first.pattern,
+            str(1 + len(others)),
+            shape_text(first.shape),
+            "\n".join(f"{axis}: {text}" for axis, text in layout_text(first.layout).items()) or "replicated",
+            shape_text(first.local_shape),
+            size(sum(each.bytes_per_device for each in (first, *others)), decimals=2),
         ]
-        for (pattern, shape), parameters in groups.items()
+        for first, *others in plan.kinds
     ]
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
@@ -39,15 +43,14 @@ def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
 def print_plan(plan: ShardingPlan) -> None:
     """Prints the plan as a table that fits the terminal, or as wide as it needs where the output is piped."""
     console = Terminal()
-    sizes = " × ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    say(console, f"mesh: {sizes} = {plan.devices} devices\n")
+    say(console, f"mesh: {mesh_text(plan.mesh)} = {plan.devices} devices\n")
     console.print(_table(plan_rows(plan), console.width))
     held = held_by_a_device(plan)
     say(console, "\na device holds")
     width = max(12, *(len(what) for what, _ in held))
     for what, count in [*held, ("together", sum(count for _, count in held))]:
         say(console, f"  {what:<{width}} {size(count, decimals=2):>11}")
-    axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch) or "no axis splits it"
+    axes = mesh_text(plan.mesh, plan.batch) or "no axis splits it"
     say(console, f"the global batch must be divisible by {plan.batch_shards} ({axes})")
 
 

@@ -1,7 +1,6 @@
 """Warnings of a plan: what it allows, and nobody is likely to have meant."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from shardwright.layout.partition import shards_of
 from shardwright.layout.plan import ShardingPlan
@@ -20,8 +19,8 @@ def plan_warnings(plan: ShardingPlan) -> Iterator[str]:
             yield f"axis {axis} splits nothing: {count} devices along it hold and do the same"
     held = sum(plan.totals.values())
     for pattern in dict.fromkeys(entry.pattern for entry in plan.parameters if not entry.layout):
-        whole = tuple(entry for entry in plan.parameters if entry.pattern == pattern and not entry.layout)
-        took = sum(replace(plan, parameters=whole).totals.values())
+        whole = [entry for entry in plan.parameters if entry.pattern == pattern and not entry.layout]
+        took = sum(plan.held(whole).values())
         if plan.devices > 1 and took > max(_SHARE * held, _LEAST):
             each = f"{size(took, decimals=2)} of {size(held, decimals=2)}"
             yield f"{pattern} is replicated: with gradients and state {each} on every device"

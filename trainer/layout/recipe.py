@@ -8,10 +8,11 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from shardwright.errors import UserError, a_type, did_you_mean
-from shardwright.layout.mesh import DATA, SEQUENCE, Mesh, check_axis
+from shardwright.layout.mesh import DATA, SEQUENCE, Mesh, check_axis, mesh_option
 from shardwright.layout.placement import Placement, Replicate, Shard
 
 Layout = Mapping[str, Placement]  # axis -> placement, of one tensor
@@ -166,6 +167,11 @@ class Recipe:
                 instead='model={"model_type": "mixtral", ...}',
             )
 
+    @cached_property
+    def lines(self) -> dict[str, Layout]:
+        """The lines for parameters, optional ones too."""
+        return {**self.parameters, **self.optional}
+
     def with_mesh(self, text: str) -> Recipe:
         """This recipe with other ICI factors, e.g. ``fsdp=2,expert=4``. Axes keep their order and DCN factors.
 
@@ -191,7 +197,7 @@ class Recipe:
                 asked=f"mesh {text!r}",
                 found=f"recipe {self.name} has the axes {', '.join(self.mesh.axes)}",
                 why=f"axis {wrong!r} is not one of them" if wrong else "each of them needs one whole number",
-                instead="--mesh " + ",".join(f"{axis}={size}" for axis, size in meant.items()),
+                instead=mesh_option(meant),
             )
         return replace(self, mesh=Mesh(dcn=self.mesh.dcn, **{axis: sizes[axis] for axis in self.mesh.axes}))
 

@@ -3,12 +3,14 @@
 The first reads the run's own plan, at full size. The second reads the program that XLA made of the small step.
 """
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwright.compile.hlo.communication import collective, replica_groups
-from shardwright.compile.hlo.text import Computation, Instruction, Module, parse
+from shardwright.compile.hlo.text import Computation, Instruction, parse
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.report.units import size
@@ -47,56 +49,54 @@ def _could_be_cut(entry: ParameterPlan, plan: ShardingPlan, axes: list[str]) -> 
     return None
 
 
-def step_program(folder: Path) -> Module | None:
+def step_program(folder: Path) -> Computation | None:
     """The largest program that XLA has dumped to ``folder``: the step's. None: there is none."""
     found = max(folder.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size, default=None)
     return None if found is None else parse(found.read_text())
 
 
-def collectives(module: Module, mesh: dict[str, int]) -> list[tuple[str, str, str, int, int]]:
+def collectives(program: Computation, mesh: dict[str, int]) -> list[tuple[str, str, str, int, int]]:
     """(kind, axes, module, how many, bytes of all) of the collectives in the program's text, the largest first."""
     counts: Counter[tuple[str, str, str]] = Counter()
     moved: Counter[tuple[str, str, str]] = Counter()
-    for computation in module.computations.values():
-        for instruction in computation.instructions:
-            if (found := collective(computation, instruction, mesh)) is not None:
-                key = found[0].kind, found[0].axis, found[0].module
-                counts[key] += 1
-                moved[key] += int(found[1].bytes)
+    for instruction in _instructions(program):
+        if (found := collective(instruction, mesh)) is not None:
+            key = found[0].kind, found[0].axis, found[0].module
+            counts[key] += 1
+            moved[key] += int(found[1].bytes)
     return [(*key, counts[key], total) for key, total in moved.most_common()]
 
 
-def summed_twice(module: Module, mesh: Mapping[str, int]) -> Iterator[str]:
+def summed_twice(program: Computation, mesh: Mapping[str, int]) -> Iterator[str]:
     """A text for each sum over devices of what is already summed over some of them."""
-    devices = 1
-    for count in mesh.values():
-        devices *= count
-    for computation in module.computations.values():
-        for instruction in computation.instructions:
-            if not _is_sum(module, instruction):
+    devices = math.prod(mesh.values())
+    for instruction in filter(_is_sum, _instructions(program)):
+        own = {frozenset(group) for group in replica_groups(instruction.attributes, devices)}
+        for before in _behind(instruction):
+            if not _is_sum(before) or before.opcode.startswith("reduce-scatter"):
                 continue
-            own = {frozenset(group) for group in replica_groups(instruction.attributes, devices)}
-            for before in _behind(computation, instruction):
-                if not _is_sum(module, before) or before.opcode.startswith("reduce-scatter"):
-                    continue
-                theirs = [frozenset(group) for group in replica_groups(before.attributes, devices)]
-                if any(len(a & b) > 1 for a in own for b in theirs):
-                    yield f"{instruction.name} ({instruction.op_name or instruction.shape}) sums {before.name} again"
+            theirs = [frozenset(group) for group in replica_groups(before.attributes, devices)]
+            if any(len(a & b) > 1 for a in own for b in theirs):
+                yield f"{instruction.name} ({instruction.op_name or instruction.shape}) sums {before.name} again"
 
 
-def _is_sum(module: Module, instruction: Instruction) -> bool:
+def _instructions(program: Computation) -> Iterator[Instruction]:
+    return itertools.chain.from_iterable(computation.instructions for computation in program.module.values())
+
+
+def _is_sum(instruction: Instruction) -> bool:
     if instruction.opcode.removesuffix("-start") not in _SUMS:
         return False
-    called = instruction.attribute(r"to_apply=%?([\w.\-]+)")
-    return called is not None and called in module.computations and module.computations[called].root.opcode == "add"
+    called = instruction.computation.module.get(instruction.attribute(r"to_apply=%?([\w.\-]+)") or "")
+    return called is not None and called.root.opcode == "add"
 
 
-def _behind(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+def _behind(instruction: Instruction) -> Iterator[Instruction]:
     """The instructions whose very values are an operand of ``instruction``."""
-    left = computation.operands(instruction)
+    left = instruction.operands
     while left:
         found = left.pop()
         if found.opcode in _PASSING:
-            left += computation.operands(found)
+            left += found.operands
         else:
             yield found

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwright.errors import UserError
 from shardwright.files.arrays import Slices
 from shardwright.layout.partition import PartitionSpec
 from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh, local_devices
@@ -24,7 +23,7 @@ def place_batch(
     index, count = batch_share(mesh, batch_axes)
     placed = {}
     for name, held in batch.items():
-        values = held if count == 1 or not held.dim() else HostRows(name, held, index, count)
+        values = held if count == 1 or not held.dim() else HostRows(held, index, count)
         placed[name] = place(name, values, mesh, batch_spec(held.dim(), batch_axes))
     return placed
 
@@ -38,19 +37,12 @@ def own_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Se
 class HostRows:
     """The `shardwright.files.arrays.Array` of a batch tensor [rows, ...], of which this process holds one share."""
 
-    def __init__(self, name: str, held: torch.Tensor, index: int, count: int) -> None:
-        self.name, self.held, self.first = name, held, index * len(held)
+    def __init__(self, held: torch.Tensor, index: int, count: int) -> None:
+        self.held, self.first = held, index * len(held)
         self.shape, self.dtype = (count * len(held), *held.shape[1:]), held.dtype
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
         first, last, _ = where[0].indices(self.shape[0])
-        if first < self.first or last > self.first + len(self.held):
-            raise UserError(
-                asked=f"rows {first} to {last - 1} of {self.name}",
-                found=f"this process holds rows {self.first} to {self.first + len(self.held) - 1}",
-                why="each process reads its own share of the global batch and no other",
-                instead="the share that shardwright.xla.batch.batch_share gives for this mesh",
-            )
         return self.held[(slice(first - self.first, last - self.first), *where[1:])]
 
 

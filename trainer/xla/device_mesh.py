@@ -1,7 +1,6 @@
 """torch_xla's mesh from axis names and sizes, over this process's devices or over abstract ones."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,7 +14,7 @@ import torch_xla.runtime as xr
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from shardwright.errors import UserError
-from shardwright.layout.mesh import DATA, Mesh, in_copies
+from shardwright.layout.mesh import DATA, Mesh, in_copies, mesh_option
 from shardwright.layout.partition import PartitionSpec
 from shardwright.xla.chips import Chip
 from shardwright.xla.device_order import as_reported, in_mesh_order
@@ -66,25 +65,14 @@ def _tpu_order(mesh: Mesh) -> list[int]:
 
 
 def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
-    """Raises UserError unless the DCN factors multiply to the number of slices, and slices are equally large.
-
-    ``indices`` are the devices' slices.
-    """
-    asked, sizes = math.prod(mesh.dcn.values()), Counter(indices)
-    slices = len(sizes)
+    """Raises UserError unless the DCN factors multiply to the number of slices; ``indices``: the devices' slices."""
+    asked, slices = math.prod(mesh.dcn.values()), len(set(indices))
     if asked != slices:
         raise UserError(
             asked=f"{mesh}: DCN factors for {asked} slices",
             found=f"the devices form {slices} slices",
             why="only devices of one slice are joined by ICI",
             instead="no dcn=, and these factors in the axes' own sizes" if slices == 1 else _joined(mesh, indices),
-        )
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            asked=f"{mesh} over {slices} slices",
-            found="slices of " + ", ".join(f"{count} devices" for count in sizes.values()),
-            why="a mesh is a grid: each slice takes the same part of it",
-            instead="slices of one size",
         )
 
 
@@ -94,8 +82,7 @@ def _joined(mesh: Mesh, indices: Sequence[int]) -> str:
     axis = next((axis for axis, size in sizes.items() if size % slices == 0), None)
     ways = [f"dcn={{{next(iter(sizes))!r}: {slices}}} on the axis that communicates least"]
     if axis is not None and DATA not in sizes:
-        copied = ",".join(f"{name}={size}" for name, size in in_copies(sizes, axis, slices).items())
-        ways.insert(0, f"--mesh {copied}, a copy of the model on each slice")
+        ways.insert(0, f"{mesh_option(in_copies(sizes, axis, slices))}, a copy of the model on each slice")
     return "; or ".join(ways)
 
 

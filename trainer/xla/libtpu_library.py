@@ -20,7 +20,7 @@ class Library:
     version: str
 
 
-def find_library(asked: str | None = None, cache_dir: Path | None = None) -> Library:
+def find_library(asked: str | None = None) -> Library:
     """The library that ``asked`` names: a file, a folder with one, a version; None: TPU_LIBRARY_PATH, or the installed.
 
     A version is looked for in the cache's folder ``libtpu/VERSION``, where pip puts it with ``--target``.
@@ -47,7 +47,7 @@ def find_library(asked: str | None = None, cache_dir: Path | None = None) -> Lib
                 instead=f"the path of a {_FILE}, or a folder that pip install --target made",
             )
         return found
-    folder = cache_root(cache_dir) / "libtpu" / asked
+    folder = cache_root() / "libtpu" / asked
     here = installed()
     if here is not None and here.version == asked:
         return here

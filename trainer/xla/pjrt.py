@@ -79,30 +79,24 @@ class Table:
             found = f"version {head.major}.{head.minor} of PJRT's interface, in {head.struct_size} bytes"
             raise PjrtError(f"{library} has {found}: {_MAJOR}.{_LEAST_MINOR} or a later {_MAJOR}.x is known")
 
-    def entry(self, name: str) -> int:
-        return self.entry_at(FUNCTIONS[name][0])
-
-    def entry_at(self, place: int) -> int:
+    def entry(self, place: int) -> int:
         return ctypes.c_size_t.from_address(self._address_of(place)).value
 
     def has(self, place: int) -> bool:
         """Whether the plugin implements the function there."""
         end = self._address + _Head.from_address(self._address).struct_size
-        return self._address_of(place) < end and self.entry_at(place) != 0
+        return self._address_of(place) < end and self.entry(place) != 0
 
-    def replace(self, name: str, function: Any) -> None:
+    def replace(self, place: int, function: Any) -> None:
         """Puts ``function``, which the caller keeps, into the table; raises PjrtError if that can't be written."""
-        self.replace_at(FUNCTIONS[name][0], function)
-
-    def replace_at(self, number: int, function: Any) -> None:
-        place = self._address_of(number)
-        start = place // mmap.PAGESIZE * mmap.PAGESIZE
+        address = self._address_of(place)
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
         libc = ctypes.CDLL(None, use_errno=True)
         # a linker may have put the table into memory that only the loader writes
-        size, access = ctypes.c_size_t(place + _WORD - start), mmap.PROT_READ | mmap.PROT_WRITE
+        size, access = ctypes.c_size_t(address + _WORD - start), mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mprotect(ctypes.c_void_p(start), size, access):
             raise PjrtError(f"the plugin's table can't be written: {os.strerror(ctypes.get_errno())}")
-        ctypes.c_size_t.from_address(place).value = ctypes.cast(function, ctypes.c_void_p).value or 0
+        ctypes.c_size_t.from_address(address).value = ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def call(self, name: str, /, **given: Any) -> Any:
         """The structure of a function's arguments after the call; raises PjrtError with the plugin's own message."""
@@ -118,9 +112,9 @@ class Table:
         return text
 
     def _call(self, kind: Any, name: str, given: dict[str, Any]) -> tuple[Any, int | None]:
-        structure = FUNCTIONS[name][1]
+        place, structure = FUNCTIONS[name]
         arguments = structure(struct_size=ctypes.sizeof(structure), **given)
-        return arguments, kind(self.entry(name))(ctypes.addressof(arguments))
+        return arguments, kind(self.entry(place))(ctypes.addressof(arguments))
 
     def serialize(self, name: str, /, **given: Any) -> bytes:
         found = self.call(name, **given)

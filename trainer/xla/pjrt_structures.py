@@ -46,8 +46,8 @@ def lengthen(table: Table) -> Iterator[Any]:
                 raise PjrtError(f"the plugin's interface is {version}, which does not execute as {known}, torch_xla's")
             options = asked
         if wanted > length or options > _OPTIONS_LENGTH:
-            longer = Function(_longer(Function(table.entry_at(place)), wanted, options))
-            table.replace_at(place, longer)
+            longer = Function(_longer(Function(table.entry(place)), wanted, options))
+            table.replace(place, longer)
             yield longer
 
 
@@ -56,7 +56,7 @@ def _wanted(table: Table, place: int, *, with_options: bool = False) -> int | No
     given, options = (ctypes.c_size_t * 64)(), (ctypes.c_size_t * 64)()
     if with_options:
         given[0], given[_OPTIONS_AT // _WORD] = ctypes.sizeof(given), ctypes.addressof(options)
-    error = Function(table.entry_at(place))(ctypes.addressof(given))
+    error = Function(table.entry(place))(ctypes.addressof(given))
     # a function that the plugin lacks refuses any call, and says so to torch_xla too
     found = re.search(r"Unexpected (\w+) size: expected (\d+)", table.message(error) if error else "")
     return int(found[2]) if found is not None and with_options == (found[1] == _OPTIONS) else None

@@ -39,17 +39,15 @@ class KeptPrograms:
         self._original: Any = None
         self._replacement: Any = None  # must live as long as it can be called
 
-    def install(self, library: str) -> None:
-        """Keeps the programs of the plugin in ``library`` from now on. A second call does nothing."""
-        if self._table is not None or os.environ.get(COMPILED) == "":
+    def install(self, table: Table) -> None:
+        """Keeps the programs of the plugin with that table from now on."""
+        if os.environ.get(COMPILED) == "":
             return
+        place, _ = FUNCTIONS["Client_Compile"]
+        self._original, self._replacement = Function(table.entry(place)), Function(self._compile)
         try:
-            table = Table(library)
-            self._original, self._replacement = Function(table.entry("Client_Compile")), Function(self._compile)
-            table.replace("Client_Compile", self._replacement)
+            table.replace(place, self._replacement)
             self._table = table
-        except OSError:
-            return  # opening the devices will fail with a message
         except PjrtError as error:
             self._notices["plugin"] = f"programs are not kept: {error}"
 

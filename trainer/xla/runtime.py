@@ -164,9 +164,8 @@ def _prepare() -> str:
 
 def _open(kind: str) -> int:
     """Opens the devices and returns their number; from now on a plugin's programs are kept."""
-    if (library := _plugin(kind)) is not None:
+    if (library := _plugin(kind)) is not None and not _FITTED:
         _fit(kind, library)
-        KEPT.install(library)
     try:
         count = xr.global_runtime_device_count()
     except (OSError, RuntimeError) as error:
@@ -181,22 +180,21 @@ def _open(kind: str) -> int:
     return count
 
 
-_FITTED: list[Any] = []  # functions in a plugin's table, which must live as long as they can be called
+_FITTED: list[Any] = []  # the plugin's table, and functions in it, which must live as long as they can be called
 
 
 def _fit(kind: str, library: str) -> None:
-    """Makes a plugin that is newer than torch_xla take its calls; again is harmless.
+    """Makes a plugin that is newer than torch_xla take its calls, and keeps its programs.
 
     Raises:
         UserError: the plugin's interface is unknown.
     """
-    if _FITTED:
-        return
     try:
         table = Table(library)
         if kind == cuda.KIND:
             cuda_plugin.check(table.version)
-        _FITTED.extend(lengthen(table))
+        _FITTED.extend([table, *lengthen(table)])
+        KEPT.install(table)
     except OSError:
         return  # opening the devices will fail with a message
     except PjrtError as error:

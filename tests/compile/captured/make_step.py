@@ -76,22 +76,17 @@ def step(*arguments):
     return value, *weights, *moments
 
 
-def text(spec: P, rank: int) -> str:
-    # semi-private: jax/_src/sharding_impls.py, jax 0.7.1
-    return str(NamedSharding(mesh, spec)._to_xla_hlo_sharding(rank))
-
-
 shapes = [shape for shape, _ in WEIGHTS.values()]
-shardings = [text(spec, len(shape)) for shape, spec in WEIGHTS.values()]
+specs = [tuple(spec) for _, spec in WEIGHTS.values()]
 structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes] * 2 + [jax.ShapeDtypeStruct((B, S), jnp.int32)]
 hlo = jax.jit(step).lower(*structs).compiler_ir("hlo").as_serialized_hlo_module_proto()
 arguments = [
-    Argument(name + suffix, kind, shape, "float32", sharding, first + number)
+    Argument(name + suffix, kind, shape, "float32", spec, first + number)
     for suffix, kind, first in (("", "weights", 1), (" first moment", "optimizer", 1 + len(WEIGHTS)))
-    for number, (name, shape, sharding) in enumerate(zip(WEIGHTS, shapes, shardings, strict=True))
+    for number, (name, shape, spec) in enumerate(zip(WEIGHTS, shapes, specs, strict=True))
 ]
-arguments.append(Argument("input_ids", "batch", (B, S), "int32", text(P(BATCH, None), 2), None))
-lowered = LoweredGraph(hlo, tuple(arguments), ("{replicated}", *shardings, *shardings), dict(mesh.shape), L)
+arguments.append(Argument("input_ids", "batch", (B, S), "int32", (BATCH, None), None))
+lowered = LoweredGraph(hlo, tuple(arguments), ((), *specs, *specs), dict(mesh.shape), L)
 here, name = Path(__file__).parent, "step_large" if LARGE else "step"
 (here / f"{name}.hlo.pb.gz").write_bytes(gzip.compress(hlo, mtime=0))
 rest = {key: value for key, value in asdict(lowered).items() if key != "hlo"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwright.compile.hlo.communication import Collective, Traffic
-from shardwright.compile.hlo.cost import Cost, count
-from shardwright.compile.hlo.text import parse
-from tests.support.captured import MESH, V5P
+from shardwright.compile.hlo.cost import Cost
+from tests.support.captured import V5P, counted
 
 
 def ideal_flops(tokens: int, hidden: int, intermediate: int, vocabulary: int, head: int) -> float:
@@ -30,21 +29,18 @@ def test_flops_of_windowed_einsums_are_the_same_work(large_cost: Cost) -> None:
 
 
 def test_a_batched_matmul_as_a_dilated_convolution_counts_no_holes() -> None:
-    module = parse(
-        """HloModule convolution
+    hlo = """HloModule convolution
 ENTRY %main (a: bf16[4,512,128], b: bf16[4,128,256]) -> bf16[4,512,256] {
   %a = bf16[4,512,128]{2,1,0} parameter(0)
   %b = bf16[4,128,256]{2,1,0} parameter(1)
   ROOT %c = bf16[4,512,256]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf
 }
 """
-    )
-    assert count(module, {"data": 1}, 1, V5P).flops == 2 * 4 * 512 * 128 * 256
+    assert counted(hlo, {"data": 1}).flops == 2 * 4 * 512 * 128 * 256
 
 
 def test_a_kernels_own_estimate_counts_and_one_without_is_named() -> None:
-    module = parse(
-        """HloModule kernels
+    hlo = """HloModule kernels
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
   %told = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", metadata={op_name="model.a.gmm/x"}, \
@@ -52,14 +48,12 @@ backend_config={"custom_call_config":{"body":"xyz","cost_estimate":{"flops":"769
   ROOT %silent = f32[8]{0} custom-call(%told), custom_call_target="tpu_custom_call", metadata={op_name="model.b/y"}
 }
 """
-    )
-    found = count(module, {"data": 1}, 1, V5P)
+    found = counted(hlo, {"data": 1})
     assert (found.flops, found.kernel_flops, found.kernels) == (7696, 7696, {"model.b": 1})
 
 
 def test_a_layers_slice_of_stacked_weights_counts_as_the_slice() -> None:
-    module = parse(
-        """HloModule slices
+    hlo = """HloModule slices
 %fused (w: f32[32,64,64], i: s32[]) -> f32[1,64,64] {
   %w = f32[32,64,64]{2,1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -79,10 +73,9 @@ ENTRY %main (a: f32[32,64,64], b: s32[]) -> f32[32,64,64] {
   ROOT %done = f32[32,64,64]{2,1,0} fusion(%a, %near, %b), kind=kLoop, calls=%updated
 }
 """
-    )
     layer, index = 64 * 64 * 4, 4
     # the slice is read and written, the copy to VMEM read, the update from VMEM written, and the index read twice
-    assert count(module, {"data": 1}, 1, V5P).hbm_bytes == 4 * layer + 2 * index
+    assert counted(hlo, {"data": 1}).hbm_bytes == 4 * layer + 2 * index
 
 
 def test_estimated_cycles_leave_out_what_the_compiler_does_not_know(cost: Cost) -> None:
@@ -146,7 +139,7 @@ def test_what_is_computed_meanwhile_hides_a_collective(cycles: int, left: float,
             f"{gathered} all-gather-done(%begun)",
         )
     )
-    module = parse(f"""HloModule overlap
+    hlo = f"""HloModule overlap
 %there (x: {local}) -> {gathered} {{
   %x = {local} parameter(0)
   ROOT %gathered = {gather}
@@ -157,8 +150,8 @@ ENTRY %main (x: {local}) -> {gathered} {{
   %work = {local} negate(%x), backend_config={{"estimated_cycles":"{cycles}"}}
   ROOT %done = {end}
 }}
-""")
-    ((key, traffic),) = count(module, MESH, 1, V5P).collectives.items()
+"""
+    ((key, traffic),) = counted(hlo).collectives.items()
     assert (key.kind, key.axis, traffic.wire_bytes) == ("all-gather", "within expert", sent)
     assert traffic.exposed_bytes == pytest.approx(left * sent, rel=0.01)
 

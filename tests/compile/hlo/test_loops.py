@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from shardwright.compile.hlo.cost import count
-from shardwright.compile.hlo.text import Module, parse
+from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.trip_counts import trip_count
-from tests.support.captured import V5P, captured
+from tests.support.captured import captured, counted
 
 
-def trips(module: Module) -> dict[str, int | None]:
+def trips(hlo: str) -> dict[str, int | None]:
     """The trip count of every loop in a module."""
     return {
-        loop.name: trip_count(module, computation, loop)
-        for computation in module.computations.values()
+        loop.name: trip_count(loop)
+        for computation in parse(hlo).module.values()
         for loop in computation.instructions
         if loop.opcode == "while"
     }
 
 
-def loop(condition: str, annotation: str = "") -> Module:
+def loop(condition: str, annotation: str = "") -> str:
     """A module of one loop, whose condition ends in these lines; its counter has two halves, %l and %h."""
-    return parse(
-        f"""HloModule loop
+    return f"""HloModule loop
 %body (p: (u32[], u32[], f32[8])) -> (u32[], u32[], f32[8]) {{
   %p = (u32[], u32[], f32[8]) parameter(0)
   %low = u32[] get-tuple-element(%p), index=0
@@ -46,13 +44,12 @@ ENTRY %main (x: f32[8]) -> (u32[], u32[], f32[8]) {{
   ROOT %loop = (u32[], u32[], f32[8]) while(%begin), condition=%condition, body=%body{annotation}
 }}
 """
-    )
 
 
 def test_loops_run_as_often_as_their_counters_say() -> None:
-    assert trips(parse(captured("optimised.hlo"))) == {"while.6": 3, "while.7": 3}
+    assert trips(captured("optimised.hlo")) == {"while.6": 3, "while.7": 3}
     # windowed einsums over 4 positions, unrolled by two: the counter goes to 4 in steps of 2
-    assert trips(parse(captured("optimised_large.hlo"))) == {
+    assert trips(captured("optimised_large.hlo")) == {
         "while.15": 3,
         "while.17": 3,
         "while.18": 2,
@@ -77,6 +74,6 @@ def test_a_64_bit_counter_compared_in_halves_gives_its_trip_count() -> None:
 def test_an_annotated_trip_count_wins_and_one_that_depends_on_data_is_said_to_be_assumed() -> None:
     unreadable = "  ROOT %below = pred[] compare(%l, %h), direction=LT"
     assert trips(loop(unreadable)) == {"loop": None}
-    assert count(loop(unreadable), {"data": 1}, layers=7, chip=V5P).loops == {"loop": 7}
+    assert counted(loop(unreadable), {"data": 1}, layers=7).loops == {"loop": 7}
     annotated = ', backend_config={"known_trip_count":{"n":"5"}}'
     assert trips(loop(unreadable, annotated)) == {"loop": 5}

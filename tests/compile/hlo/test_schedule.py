@@ -12,7 +12,7 @@ from shardwright.compile.hlo.efficiency import KINDS, MEASURED, Reached
 from shardwright.compile.hlo.kernels import kernel_work
 from shardwright.compile.hlo.links import Links, Ring
 from shardwright.compile.hlo.text import parse
-from shardwright.compile.hlo.timeline import seconds_of
+from shardwright.compile.hlo.timeline import Schedule
 from shardwright.compile.report.estimate import estimate, given_efficiencies, overlap
 from shardwright.errors import UserError
 from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
@@ -26,7 +26,7 @@ MESH = {"a": 4, "b": 4, "c": 4}
 
 
 def _seconds(text: str, efficiency: dict[str, float] = WHOLE) -> dict[str, float]:
-    return seconds_of(Counter(parse(text), MESH, 1, V5P, RING), V5P, Reached("v5p", given=efficiency))
+    return Schedule(Counter(MESH, 1, RING), Reached("v5p", given=efficiency)).computation(parse(text)).seconds
 
 
 @pytest.mark.parametrize(("length", "block", "window"), [(4096, 1024, None), (4096, 512, 1024), (768, 128, 129)])
@@ -54,7 +54,7 @@ def test_attention_work_is_that_of_its_products_block_by_block() -> None:
 
 
 def test_kernels_are_known_by_their_shapes() -> None:
-    module = parse(
+    entry = parse(
         """HloModule kernels
 ENTRY %main (n: s8[1,4,2], q: bf16[3,8,4096,128], k: bf16[3,2,4096,128], i: s32[4096,128], x: bf16[2048,256], \
 w: bf16[4,256,512], t: s32[7], y: bf16[2048,512], s: f32[4,256,512]) -> bf16[2048,512] {
@@ -83,9 +83,8 @@ custom_call_target="tpu_custom_call"
 }
 """
     )
-    entry = module.entry
     names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange", "unwritten", "one")
-    found = {name: kernel_work(entry, entry.by_name[name], V5P.flops_a_byte) for name in names}
+    found = {name: kernel_work(entry.by_name[name], V5P.flops_a_byte) for name in names}
     heads = Heads(24, 4096, 128, 128, 2)
     assert found == {
         **{phase: attention_work(phase, heads, 1024, reach=1) for phase in ("forward", "dkv", "dq")},
@@ -104,7 +103,7 @@ custom_call_target="tpu_custom_call"
     ids=["earlier keys", "earlier keys, documents", "causal", "causal, documents"],
 )
 def test_a_rings_pairs_count_each_block_that_runs(masks: str, reach: int | None) -> None:
-    module = parse(
+    entry = parse(
         f"""HloModule ring
 ENTRY %main (n: s8[1,4,4], q: bf16[8,4096,128], k: bf16[2,4096,128], v: bf16[2,4096,64], i: s32[4096,128], \
 s: s32[4096,128], t: s32[8,4096], r: f32[8,1,4096], g: bf16[8,4096,64]) -> (f32[1024,128], bf16[8,4096,128]) {{
@@ -127,7 +126,7 @@ custom_call_target="tpu_custom_call"
 """
     )
     phases = ("forward", "dkv", "dq")
-    found = [kernel_work(module.entry, module.entry.by_name[phase], V5P.flops_a_byte) for phase in phases]
+    found = [kernel_work(entry.by_name[phase], V5P.flops_a_byte) for phase in phases]
     heads = Heads(8, 4096, 128, 64, 2)
     assert found == [attention_work(phase, heads, 1024, reach) for phase in phases]
     assert found[0] is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.compile.hlo.cost import count
-from shardwright.compile.hlo.text import parse
-from shardwright.xla.chips import CHIPS
+from tests.support.captured import counted
 
 MODULE = """HloModule sparse
 %inside (p: bf16[256,128]) -> bf16[2048,128] {
@@ -29,6 +27,6 @@ ENTRY %main (a: bf16[256,128], b: bf16[8192,8192]) -> bf16[2048,128] {
 
 
 def test_a_gather_on_the_sparse_cores_is_counted_and_hidden_by_the_work_until_it_is_awaited() -> None:
-    ((key, traffic),) = count(parse(MODULE), {"fsdp": 8}, 1, CHIPS["tpu7x"]).collectives.items()
+    ((key, traffic),) = counted(MODULE, {"fsdp": 8}, topology="tpu7x:2x2x1").collectives.items()
     assert (key.kind, key.axis) == ("all-gather", "fsdp")
     assert (traffic.wire_bytes, traffic.exposed_bytes) == (2 * 2048 * 128 * 7 / 8, 0)

@@ -20,7 +20,7 @@ def test_a_dtypes_name_tells_how_many_bits_it_takes(dtype: str, bits: int) -> No
 
 
 def test_a_line_is_split_at_its_own_parentheses() -> None:
-    module = parse(
+    entry = parse(
         """HloModule one
 ENTRY %main (a: f32[8]) -> (f32[8], f32[8]) {
   %a = f32[8]{0:T(8,128)} parameter(0)
@@ -31,10 +31,10 @@ ENTRY %main (a: f32[8]) -> (f32[8], f32[8]) {
 }
 """
     )
-    parameter, pair = module.entry.instructions
-    assert (parameter.opcode, parameter.arguments, module.entry.parameters) == ("parameter", "0", {0: parameter})
-    assert (pair.name, pair.opcode, pair.operands) == ("pair.1", "call-start", ["a", "a"])
-    assert (module.called(pair), pair.op_name, module.entry.root) == ([module.computations["f"]], "x/y", pair)
+    parameter, pair = entry.instructions
+    assert (parameter.opcode, parameter.arguments, entry.parameters) == ("parameter", "0", {0: parameter})
+    assert (pair.name, pair.opcode, pair.operands) == ("pair.1", "call-start", [parameter, parameter])
+    assert (pair.called, pair.op_name, entry.root) == ([entry.module["f"]], "x/y", pair)
     assert list(map(str, pair.leaves)) == ["f32[8]", "f32[8]", "s32[]"]
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.text import Computation, Instruction
+from shardwright.compile.hlo.text import Instruction
 
 KINDS = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -57,18 +57,18 @@ class Traffic:
 
 
 def collective(
-    computation: Computation, instruction: Instruction, mesh: dict[str, int], links: Links | None = None
+    instruction: Instruction, mesh: dict[str, int], links: Links | None = None
 ) -> tuple[Collective, Traffic] | None:
     """Reads an instruction as a collective; None for another opcode, a ``-done``, or groups of one device.
 
     All wire bytes are exposed here: only the caller knows what runs beside it. Without ``links`` it takes no time.
     """
     if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
-        return _between_slices(computation, instruction, links)
+        return _between_slices(instruction, links)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    shown = operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
+    shown = operands = instruction.inputs
     size, devices = sum(leaf.bytes for leaf in operands), math.prod(mesh.values())
     if kind == "collective-permute":
         pairs = _pairs(instruction.attribute(r"source_target_pairs=(\{\{.*?\}\})") or "")
@@ -90,12 +90,10 @@ def collective(
     return key, Traffic(1, size, wire, wire, links.seconds(kind, "ici", members, wire) if links else 0.0)
 
 
-def _between_slices(
-    computation: Computation, instruction: Instruction, links: Links | None
-) -> tuple[Collective, Traffic]:
+def _between_slices(instruction: Instruction, links: Links | None) -> tuple[Collective, Traffic]:
     """Reads a send to the host, which passes it on to another slice."""
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
-    leaf = computation.operands(instruction)[0].leaves[0]
+    leaf = instruction.inputs[0]
     key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
     seconds = links.seconds(kind, "dcn", (), leaf.bytes) if links else 0.0
     return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes, seconds)

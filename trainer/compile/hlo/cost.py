@@ -12,6 +12,8 @@ The compiler's own totals count a loop's body once; here it counts as often as i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -21,9 +23,8 @@ from shardwright.compile.hlo.communication import Collective, Traffic, collectiv
 from shardwright.compile.hlo.flops import convolution_flops, dot_flops
 from shardwright.compile.hlo.kernels import is_kernel
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.text import HBM, HOST, Computation, Instruction, Leaf, Module
+from shardwright.compile.hlo.text import HBM, HOST, Computation, Instruction, Leaf
 from shardwright.compile.hlo.trip_counts import trip_count
-from shardwright.xla.chips import Chip
 
 _FREE = {  # opcodes that move no bytes of their own
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -64,84 +65,74 @@ class Cost:
             self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
 
 
-def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost:
+def count(entry: Computation, mesh: dict[str, int], layers: int, links: Links) -> Cost:
     """The cost of one execution, per chip; arguments as of :class:`Counter`."""
-    return Counter(module, mesh, layers, chip).computation(module.entry)
+    return Counter(mesh, layers, links).computation(entry)
 
 
 class Counter:
     """Counts each computation's cost once, however often it is called.
 
     An outermost loop of unknown length is assumed to run ``layers`` times. Inner ones are assumed to run once: their
-    length depends on data, as in an exchange that is repeated until every token is served. The clock and links of
-    ``chip`` decide how much of a collective is hidden by computation. Without ``links`` collectives take no time.
+    length depends on data, as in an exchange that is repeated until every token is served. The clock of the chip and
+    the bandwidths of its ``links`` decide how much of a collective is hidden by computation.
     """
 
-    def __init__(
-        self, module: Module, mesh: dict[str, int], layers: int, chip: Chip, links: Links | None = None
-    ) -> None:
-        self.module, self.mesh, self.layers, self.links = module, mesh, layers, links
-        self.bytes_a_cycle = {"ici": chip.ici_bandwidth / chip.clock, "dcn": chip.dcn_bandwidth / chip.clock}
-        self.known: dict[str, Cost] = {}
-        self.counted: dict[tuple[str, str], Cost] = {}  # (computation, instruction) → its own cost
+    def __init__(self, mesh: dict[str, int], layers: int, links: Links) -> None:
+        self.mesh, self.layers, self.links, self.chip = mesh, layers, links, links.topology.chip
+        bandwidths = {"ici": self.chip.ici_bandwidth, "dcn": self.chip.dcn_bandwidth}
+        self.bytes_a_cycle = {network: bandwidth / self.chip.clock for network, bandwidth in bandwidths.items()}
+        self.computation = functools.cache(self._computation)
+        self.own = functools.cache(self._own)
 
-    def computation(self, computation: Computation) -> Cost:
+    def _computation(self, computation: Computation) -> Cost:
         """The cost of one run."""
-        if computation.name not in self.known:
-            cost = Cost()
-            for instruction in computation.instructions:
-                cost.add(self._overlapped(computation, instruction, self._instruction(computation, instruction)))
-            self.known[computation.name] = cost
-        return self.known[computation.name]
+        cost = Cost()
+        for instruction in computation.instructions:
+            cost.add(self._overlapped(instruction, self._instruction(instruction)))
+        return cost
 
-    def _instruction(self, computation: Computation, instruction: Instruction) -> Cost:
+    def _instruction(self, instruction: Instruction) -> Cost:
         """The cost of an instruction with the computations that it runs; of a conditional's branches, the dearest."""
         if instruction.opcode == "while":
-            trips, assumed = self.trips(computation, instruction)
+            trips, assumed = self.trips(instruction)
             cost = Cost(loops={instruction.op_name or instruction.name: trips} if assumed else {})
-            cost.add(self.computation(*self.module.called(instruction)), trips)
+            cost.add(self.computation(*instruction.called), trips)
             return cost
         # a newer libtpu wraps what it gives to the sparse cores in a custom call
         wraps = instruction.opcode == "custom-call" and ", called_computations={" in instruction.attributes
         if wraps or instruction.opcode in ("conditional", "call", "call-start", "async-start"):
-            return max(map(self.computation, self.module.called(instruction)), key=lambda c: (c.cycles, c.flops))
-        return self.own(computation, instruction)
+            return max(map(self.computation, instruction.called), key=lambda c: (c.cycles, c.flops))
+        return self.own(instruction)
 
-    def trips(self, computation: Computation, loop: Instruction) -> tuple[int, bool]:
+    def trips(self, loop: Instruction) -> tuple[int, bool]:
         """(trip count of a loop, whether it is assumed)."""
-        if (known := trip_count(self.module, computation, loop)) is not None:
+        if (known := trip_count(loop)) is not None:
             return known, False
-        return self.layers if computation is self.module.entry else 1, True
+        return self.layers if loop.computation.entry else 1, True
 
-    def own(self, computation: Computation, instruction: Instruction) -> Cost:
+    def _own(self, instruction: Instruction) -> Cost:
         """The cost of an instruction that is one scheduled operation; all of its collectives' bytes are exposed."""
-        key = computation.name, instruction.name
-        if key not in self.counted:
-            self.counted[key] = self._own(computation, instruction)
-        return self.counted[key]
-
-    def _own(self, computation: Computation, instruction: Instruction) -> Cost:
         cost = Cost(cycles=_cycles(instruction))
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
             self._fused(cost, instruction, module, scatters=False)
-            self._fusion_bytes(cost, computation, instruction)
+            _fusion_bytes(cost, instruction)
         else:
-            self._plain(cost, computation, instruction)
+            self._plain(cost, instruction)
         cost.product_cycles = cost.cycles if cost.flops else 0.0
         if cost.flops or cost.hbm_bytes or cost.cycles:
             cost.modules[module or instruction.opcode] = Cost(cost.flops, cost.hbm_bytes, cycles=cost.cycles)
         return cost
 
-    def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        self._work(cost, computation, instruction)
-        if found := collective(computation, instruction, self.mesh, self.links):
+    def _plain(self, cost: Cost, instruction: Instruction) -> None:
+        _work(cost, instruction)
+        if found := collective(instruction, self.mesh, self.links):
             cost.collectives.update([found])
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
             return
-        operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
-        outputs = list(instruction.leaves)
+        operands, outputs = instruction.inputs, list(instruction.leaves)
         if opcode == "copy-start":  # destination, source, context
             outputs = outputs[:1]
         elif opcode.endswith("-start"):  # operands, results, context
@@ -154,12 +145,12 @@ class Counter:
             operands = operands[1:]
         _move(cost, [*operands, *outputs])
 
-    def _overlapped(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
+    def _overlapped(self, start: Instruction, cost: Cost) -> Cost:
         """``cost`` with the exposed bytes that the work between ``start`` and its end leaves of its collectives."""
-        end = self.end(computation, start) if cost.collectives else None
+        end = awaiting(start) if cost.collectives else None
         if end is None:
             return cost
-        between = computation.instructions[computation.order[start.name] + 1 : computation.order[end.name]]
+        between = list(itertools.takewhile(lambda instruction: instruction is not end, start.later))
         # loops, calls and kernels have no cycles in the text, but take long enough to hide a collective
         unknown = any(i.opcode in ("while", "call", "conditional") or is_kernel(i) for i in between)
         beside = math.inf if unknown else sum(map(_cycles, between))
@@ -169,38 +160,6 @@ class Counter:
             collectives[key] = dataclasses.replace(traffic, exposed_bytes=left)
         return dataclasses.replace(cost, collectives=collectives)
 
-    def end(self, computation: Computation, start: Instruction) -> Instruction | None:
-        """The instruction that awaits ``start``, None if it isn't asynchronous."""
-        if start.opcode != "fusion":
-            users = computation.users.get(start.name, [])
-            updates = (self.end(computation, user) for user in users if user.opcode.endswith("-update"))
-            return next((user for user in users if user.opcode.endswith("-done")), None) or next(updates, None)
-        chain = self._chain(start, "AsyncCollectiveStart")
-        later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
-        return next((i for i in later if i.opcode == "fusion" and self._chain(i, "AsyncCollectiveDone") == chain), None)
-
-    def _chain(self, fusion: Instruction, target: str) -> str | None:
-        """The chain_id of the collective that a fusion starts or ends, if any (AsyncCollectiveStart or -Done)."""
-        (fused,) = self.module.called(fusion)
-        if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
-            return None
-        return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
-
-    def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        operands = computation.operands(instruction)
-        if instruction.opcode == "dot":
-            cost.flops += dot_flops(instruction, operands)
-        elif instruction.opcode == "convolution":
-            cost.flops += convolution_flops(instruction, operands)
-        elif is_kernel(instruction):
-            estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
-            if flops := int(estimate or 0):
-                cost.flops += flops
-                cost.kernel_flops += flops
-            else:
-                name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
-                cost.kernels[name] = cost.kernels.get(name, 0) + 1
-
     def _fused(self, cost: Cost, fusion: Instruction, owner: str, *, scatters: bool) -> None:
         """Adds the FLOPs and collectives inside a fusion; of the module ``owner`` if their own metadata name none.
 
@@ -209,14 +168,14 @@ class Counter:
         writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter: here or outside, it
         ``scatters``.
         """
-        (fused,) = self.module.called(fusion)
+        (fused,) = fusion.called
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
-        starts = self._chain(fusion, "AsyncCollectiveStart") is not None
+        starts = _chain(fusion, "AsyncCollectiveStart") is not None
         for instruction in fused.instructions:
-            self._work(cost, fused, instruction)
+            _work(cost, instruction)
             if instruction.opcode in ("fusion", "call"):
                 self._fused(cost, instruction, owner, scatters=scatters)
-            elif found := collective(fused, instruction, self.mesh, self.links):
+            elif found := collective(instruction, self.mesh, self.links):
                 if "chain_id=" in instruction.attributes and not starts:
                     continue
                 key, traffic = found
@@ -227,55 +186,91 @@ class Counter:
                     traffic = Traffic(traffic.count, traffic.bytes, half, half, traffic.seconds / 2)
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
-    def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds a fusion's reads and writes, without an asynchronous collective's buffers, which only pass through."""
-        (fused,) = self.module.called(instruction)
-        passing_outputs, passing_operands = _passing(fused, instruction)
-        moved: list[tuple[tuple[Leaf, ...], float | None]] = []  # (arrays, bytes of them that are moved; None: all)
-        for number, operand in enumerate(computation.operands(instruction)):
-            if number not in passing_operands:
-                moved.append((operand.leaves, self._read(fused, fused.parameters[number].name)))
-        parts = fused.operands(fused.root) if fused.root.opcode == "tuple" else [fused.root]
-        for number, (leaf, part) in enumerate(zip(instruction.leaves, parts, strict=False)):
-            if number not in passing_outputs:
-                moved.append(((leaf,), self._written(fused, part)))
-        for arrays, part_bytes in moved:
-            if part_bytes is None or len(arrays) != 1:
-                _move(cost, arrays)
-            elif arrays[0].space == HBM:
-                cost.hbm_bytes += min(part_bytes, arrays[0].bytes)
 
-    def _read(self, fused: Computation, name: str) -> float | None:
-        """Bytes that a fusion reads of its parameter ``name``; None: all."""
-        total = 0.0
-        for user in fused.users.get(name, []):
-            first = user.operands[0] == name
-            part: float | None = None
-            if user.opcode in _SLICES and first:
-                part = sum(leaf.bytes for leaf in user.leaves)
-            elif user.opcode == "dynamic-update-slice" and first:
-                part = 0  # updated in place: nothing is read
-            elif user.opcode in _VIEWS:
-                part = self._read(fused, user.name)
-            elif user.opcode == "fusion":
-                (inner,) = self.module.called(user)
-                part = self._read(inner, inner.parameters[user.operands.index(name)].name)
-            if part is None:
-                return None
-            total += part
-        return total
+def awaiting(start: Instruction) -> Instruction | None:
+    """The instruction that awaits ``start``, None if it isn't asynchronous."""
+    if start.opcode != "fusion":
+        updates = (awaiting(user) for user in start.users if user.opcode.endswith("-update"))
+        return next((user for user in start.users if user.opcode.endswith("-done")), None) or next(updates, None)
+    chain = _chain(start, "AsyncCollectiveStart")
+    later = start.later if chain else []
+    return next((i for i in later if i.opcode == "fusion" and _chain(i, "AsyncCollectiveDone") == chain), None)
 
-    def _written(self, fused: Computation, part: Instruction) -> float | None:
-        """Bytes that a fusion writes of its output ``part``; None: all."""
-        if part.opcode == "dynamic-update-slice":
-            update = fused.by_name.get(part.operands[1])
-            return sum(leaf.bytes for leaf in update.leaves) if update else None
-        if part.opcode in _VIEWS and part.operands[0] in fused.by_name:
-            return self._written(fused, fused.by_name[part.operands[0]])
-        if part.opcode == "fusion":
-            (inner,) = self.module.called(part)
-            return self._written(inner, inner.root)
+
+def _chain(fusion: Instruction, target: str) -> str | None:
+    """The chain_id of the collective that a fusion starts or ends, if any (AsyncCollectiveStart or -Done)."""
+    (fused,) = fusion.called
+    if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
         return None
+    return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
+
+
+def _work(cost: Cost, instruction: Instruction) -> None:
+    """Adds the FLOPs of a product, or of a kernel that tells them."""
+    if instruction.opcode == "dot":
+        cost.flops += dot_flops(instruction)
+    elif instruction.opcode == "convolution":
+        cost.flops += convolution_flops(instruction)
+    elif is_kernel(instruction):
+        estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
+        if flops := int(estimate or 0):
+            cost.flops += flops
+            cost.kernel_flops += flops
+        else:
+            name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
+            cost.kernels[name] = cost.kernels.get(name, 0) + 1
+
+
+def _fusion_bytes(cost: Cost, fusion: Instruction) -> None:
+    """Adds a fusion's reads and writes, without an asynchronous collective's buffers, which only pass through."""
+    (fused,) = fusion.called
+    passing_outputs, passing_operands = _passing(fused, fusion)
+    moved: list[tuple[tuple[Leaf, ...], float | None]] = []  # (arrays, bytes of them that are moved; None: all)
+    for number, operand in enumerate(fusion.operands):
+        if number not in passing_operands:
+            moved.append((operand.leaves, _read(fused.parameters[number])))
+    parts = fused.root.operands if fused.root.opcode == "tuple" else [fused.root]
+    for number, (leaf, part) in enumerate(zip(fusion.leaves, parts, strict=False)):
+        if number not in passing_outputs:
+            moved.append(((leaf,), _written(part)))
+    for arrays, part_bytes in moved:
+        if part_bytes is None or len(arrays) != 1:
+            _move(cost, arrays)
+        elif arrays[0].space == HBM:
+            cost.hbm_bytes += min(part_bytes, arrays[0].bytes)
+
+
+def _read(value: Instruction) -> float | None:
+    """Bytes that a fusion reads of its parameter, or of a view of it; None: all."""
+    total = 0.0
+    for user in value.users:
+        first = user.names[0] == value.name
+        part: float | None = None
+        if user.opcode in _SLICES and first:
+            part = sum(leaf.bytes for leaf in user.leaves)
+        elif user.opcode == "dynamic-update-slice" and first:
+            part = 0  # updated in place: nothing is read
+        elif user.opcode in _VIEWS:
+            part = _read(user)
+        elif user.opcode == "fusion":
+            (inner,) = user.called
+            part = _read(inner.parameters[user.names.index(value.name)])
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+def _written(part: Instruction) -> float | None:
+    """Bytes that a fusion writes of its output ``part``; None: all."""
+    if part.opcode == "dynamic-update-slice":
+        return sum(leaf.bytes for leaf in part.operands[1].leaves)
+    if part.opcode in _VIEWS and part.operands:
+        return _written(part.operands[0])
+    if part.opcode == "fusion":
+        (inner,) = part.called
+        return _written(inner.root)
+    return None
 
 
 def _passing(fused: Computation, instruction: Instruction) -> tuple[set[int], set[int]]:

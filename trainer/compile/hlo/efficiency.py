@@ -84,11 +84,9 @@ MEASURED: tuple[Measured, ...] = (
 
 @functools.cache
 def rows_of(kind: str, chip: str) -> tuple[Measured, ...]:
-    """The rows of a kind for a chip, by size; raises KeyError for a kind that is none."""
+    """The rows of a kind for a chip, by size."""
     rows = [row for row in MEASURED if row.kind == kind]
     own = [row for row in rows if row.chip == chip] or [row for row in rows if not row.chip]
-    if not own:
-        raise KeyError(kind)
     return tuple(sorted(own, key=lambda row: row.size))
 
 

@@ -13,18 +13,18 @@ import numpy as np
 from shardwright.compile.hlo.text import Instruction
 
 
-def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
+def dot_flops(dot: Instruction) -> float:
     contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    left = operands[0].leaves[0].dims
+    left = dot.inputs[0].dims
     return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
 
 
-def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> float:
+def convolution_flops(convolution: Instruction) -> float:
     """FLOPs of a convolution of an input and a kernel; 0 if its dimensions are not labelled."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    if labels is None or len(operands) < 2:
+    if labels is None:
         return 0.0
-    shapes = [each.leaves[0].dims for each in (*operands[:2], convolution)]
+    shapes = [leaf.dims for leaf in (*convolution.inputs[:2], convolution.leaves[0])]
     left, right, out = (dict(zip(text, dims, strict=False)) for text, dims in zip(labels.groups(), shapes, strict=True))
     window = convolution.attribute(r"window=\{([^}]*)\}") or ""
     batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)

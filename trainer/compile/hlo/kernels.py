@@ -7,8 +7,9 @@ sequence has no dimension of its own.
 """
 
 import math
+from collections.abc import Sequence
 
-from shardwright.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits
+from shardwright.compile.hlo.text import Instruction, Leaf, dtype_bits
 from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, tgmm_work, tiles
 
 _PHASES = {1: "dq", 2: "dkv", 3: "forward"}  # by how many scratch arrays a kernel of splash attention puts out
@@ -18,10 +19,9 @@ def is_kernel(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
-def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: float) -> Work | None:
+def kernel_work(kernel: Instruction, flops_a_byte: float) -> Work | None:
     """The work of one run of a kernel; None if it is none of ours. The chip's ``flops_a_byte`` decides its tiles."""
-    operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
-    outputs = list(kernel.leaves)
+    operands, outputs = kernel.inputs, kernel.leaves
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
     if len(operands) == 1 and 100 * operands[0].bytes < outputs[0].bytes:  # an array that is made and not written
         return Work("unwritten", 0.0, 0.0)
@@ -35,7 +35,7 @@ def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: flo
     return None
 
 
-def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf], masked: bool) -> Work | None:
+def _attention(blocks: Leaf, numbers: list[Leaf], outputs: Sequence[Leaf], masked: bool) -> Work | None:
     scratch = [leaf for leaf in outputs if len(leaf.dims) == len(numbers[0].dims) - 1]
     phase = _PHASES.get(len(scratch))
     if phase is None:

@@ -3,6 +3,8 @@
 Attributes stay text until one is asked for, so a module of 20 MB is read in seconds.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import defaultdict
@@ -60,14 +62,18 @@ def leaves(shape: str) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Instruction:
-    """One line: ``%name = shape opcode(arguments), attributes``; ``operands`` are the names among its arguments."""
+    """One line of ``computation``: ``%name = shape opcode(arguments), attributes``.
 
+    ``names`` are those of its operands, among the arguments.
+    """
+
+    computation: Computation = field(repr=False)
     name: str
     opcode: str
     shape: str
-    operands: list[str]
+    names: list[str]
     arguments: str
     attributes: str
     root: bool
@@ -75,6 +81,31 @@ class Instruction:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return leaves(self.shape)
+
+    @property
+    def operands(self) -> list[Instruction]:
+        known = self.computation.by_name
+        return [known[name] for name in self.names if name in known]
+
+    @property
+    def inputs(self) -> list[Leaf]:
+        """The arrays of all operands."""
+        return [leaf for operand in self.operands for leaf in operand.leaves]
+
+    @property
+    def users(self) -> list[Instruction]:
+        return self.computation.users.get(self.name, [])
+
+    @property
+    def later(self) -> list[Instruction]:
+        """The instructions behind it in the schedule."""
+        return self.computation.instructions[self.computation.order[self.name] + 1 :]
+
+    @property
+    def called(self) -> list[Computation]:
+        """The computations that a fusion, call, async start, loop (its body) or conditional (its branches) runs."""
+        found = " ".join(_CALLED.findall(self.attributes))
+        return [self.computation.module[name] for name in re.findall(r"[^\s,{}%]+", found)]
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of ``pattern`` in the attributes, None without a match."""
@@ -86,11 +117,13 @@ class Instruction:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Computation:
-    """A function of the module: its instructions in the order of the schedule."""
+    """A function of the ``module`` (name → computation): its instructions in the order of the schedule."""
 
     name: str
+    module: dict[str, Computation] = field(repr=False)
+    entry: bool  # the one that the module runs
     instructions: list[Instruction] = field(default_factory=list)
 
     @cached_property
@@ -112,49 +145,32 @@ class Computation:
         """Instruction's name → the instructions that take it as an operand."""
         users = defaultdict(list)
         for instruction in self.instructions:
-            for operand in instruction.operands:
-                users[operand].append(instruction)
+            for name in instruction.names:
+                users[name].append(instruction)
         return users
 
     @property
     def root(self) -> Instruction:
         return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
 
-    def operands(self, instruction: Instruction) -> list[Instruction]:
-        return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
-
-@dataclass
-class Module:
-    """The computations of a compiled step by name; it runs ``entry``."""
-
-    computations: dict[str, Computation]
-    entry: Computation
-
-    def called(self, instruction: Instruction) -> list[Computation]:
-        """The computations that a fusion, call, async start, loop (its body) or conditional (its branches) runs."""
-        found = " ".join(_CALLED.findall(instruction.attributes))
-        return [self.computations[name] for name in re.findall(r"[^\s,{}%]+", found)]
-
-
-def parse(text: str) -> Module:
-    """Reads a module's text; raises ValueError if it has no ENTRY computation."""
-    computations: dict[str, Computation] = {}
-    entry = current = None
+def parse(text: str) -> Computation:
+    """Reads a module's text, and returns the computation that it runs; raises ValueError if it has no ENTRY."""
+    module: dict[str, Computation] = {}
+    current = None
     for line in text.splitlines():
         if line.startswith(" "):
-            if current is not None and (instruction := _instruction(line)):
+            if current is not None and (instruction := _instruction(current, line)):
                 current.instructions.append(instruction)
         elif (header := _HEADER.match(line)) and not line.startswith("HloModule"):
-            current = computations[header[2]] = Computation(header[2])
-            if header[1]:
-                entry = current
-    if entry is None:
-        raise ValueError("no ENTRY computation: not the text of an HLO module")
-    return Module(computations, entry)
+            current = module[header[2]] = Computation(header[2], module, entry=bool(header[1]))
+    for computation in module.values():
+        if computation.entry:
+            return computation
+    raise ValueError("no ENTRY computation: not the text of an HLO module")
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(computation: Computation, line: str) -> Instruction | None:
     match = _NAME.match(line)
     if match is None:
         return None
@@ -164,10 +180,11 @@ def _instruction(line: str) -> Instruction | None:
     closed = _closing(line, opened)
     arguments = line[opened + 1 : closed]
     return Instruction(
+        computation,
         name=match[2],
         opcode=line[end + 1 : opened],
         shape=line[start:end],
-        operands=_OPERAND.findall(arguments),
+        names=_OPERAND.findall(arguments),
         arguments=arguments,
         attributes=line[closed + 1 :],
         root=bool(match[1]),

@@ -15,14 +15,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardwright.compile.hlo.communication import module_of
-from shardwright.compile.hlo.cost import Cost, Counter
+from shardwright.compile.hlo.cost import Cost, Counter, awaiting
 from shardwright.compile.hlo.efficiency import Reached
 from shardwright.compile.hlo.kernels import is_kernel, kernel_work
 from shardwright.compile.hlo.text import Computation, Instruction
-from shardwright.xla.chips import Chip
 
 # a network's name stands for waiting: something is sent while nothing is computed
 CAUSES = {
@@ -38,11 +39,11 @@ CAUSES = {
 }
 
 
-CHIP = "chip"  # the lane of operations and of waiting; the others are networks
+# lanes beside the networks: of operations and of waiting, and of the moment at which each instruction begins
+CHIP, BEGUN = "chip", "begun"
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A stretch of a run, in seconds from its beginning: of one operation or transfer, or of ``times`` runs inside.
 
     A transfer's is as it was queued: what shares its link with it later may make it longer.
@@ -66,8 +67,6 @@ class Run:
     # name of the awaiting instruction → (network, when its transfer is done)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
-    # (when, name of an instruction) in their order; behind a loop's or a call's, its mark
-    begun: list[tuple[float, str | Mark]] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -79,9 +78,7 @@ class Run:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
 
     def add_all(self, other: Run, times: int = 1, name: str = "") -> None:
-        mark = Mark(CHIP, "", self.now, other.now, name, other, times)
-        self.marks.append(mark)
-        self.begun.append((self.now, mark))
+        self.marks.append(Mark(CHIP, "", self.now, other.now, name, other, times))
         for cause, seconds in other.seconds.items():
             self.seconds[cause] = self.seconds.get(cause, 0.0) + times * seconds
 
@@ -98,58 +95,44 @@ class Run:
             ends[:] = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
 
 
-def seconds_of(counter: Counter, chip: Chip, reached: Reached) -> dict[str, float]:
-    """Seconds of one execution by cause, a key of :data:`CAUSES`."""
-    return schedule_of(counter, chip, reached).seconds
+class Schedule:
+    """The runs of a module's computations, each timed once, however often it is called."""
 
+    def __init__(self, counter: Counter, reached: Reached) -> None:
+        self.counter, self.chip, self.reached = counter, counter.chip, reached
+        self.bandwidth = self.chip.hbm_bandwidth * reached("hbm")
+        self.computation = functools.cache(self._computation)
 
-def schedule_of(counter: Counter, chip: Chip, reached: Reached) -> Run:
-    """One execution, as :func:`seconds_of` times it."""
-    return _Schedule(counter, chip, reached).computation(counter.module.entry)
+    def _computation(self, computation: Computation) -> Run:
+        run = Run()
+        for instruction in computation.instructions:
+            run.marks.append(Mark(BEGUN, "", run.now, 0.0, instruction.name))
+            for network, end in run.awaited.pop(instruction.name, ()):
+                run.add(network, end - run.now, instruction.name)
+            self._instruction(run, instruction)
+        return run
 
-
-class _Schedule:
-    """Times each computation once, however often it is called."""
-
-    def __init__(self, counter: Counter, chip: Chip, reached: Reached) -> None:
-        self.counter, self.chip, self.reached = counter, chip, reached
-        self.bandwidth = chip.hbm_bandwidth * reached("hbm")
-        self.known: dict[str, Run] = {}
-
-    def computation(self, computation: Computation) -> Run:
-        if computation.name not in self.known:
-            run = Run()
-            for instruction in computation.instructions:
-                run.begun.append((run.now, instruction.name))
-                for network, end in run.awaited.pop(instruction.name, ()):
-                    run.add(network, end - run.now, instruction.name)
-                self._instruction(run, computation, instruction)
-            self.known[computation.name] = run
-        return self.known[computation.name]
-
-    def _instruction(self, run: Run, computation: Computation, instruction: Instruction) -> None:
-        counter, opcode = self.counter, instruction.opcode
+    def _instruction(self, run: Run, instruction: Instruction) -> None:
+        opcode = instruction.opcode
         if opcode == "while":
-            trips, _ = counter.trips(computation, instruction)
+            trips, _ = self.counter.trips(instruction)
             name = instruction.op_name or instruction.name
-            run.add_all(self.computation(*counter.module.called(instruction)), trips, name)
+            run.add_all(self.computation(*instruction.called), trips, name)
         elif opcode in ("conditional", "call"):
-            branches = map(self.computation, counter.module.called(instruction))
-            run.add_all(max(branches, key=lambda branch: branch.now))
+            run.add_all(max(map(self.computation, instruction.called), key=lambda branch: branch.now))
         elif opcode in ("call-start", "async-start"):
-            (called,) = counter.module.called(instruction)
-            self._send(run, computation, instruction, counter.computation(called))
+            self._send(run, instruction, self.counter.computation(*instruction.called))
         else:
-            own = counter.own(computation, instruction)
-            self._send(run, computation, instruction, own)
+            own = self.counter.own(instruction)
+            self._send(run, instruction, own)
             if not opcode.endswith(("-start", "-done")):
                 name = module_of(instruction.op_name) or instruction.name
-                run.add(*self._operation(computation, instruction, own), name)
+                run.add(*self._operation(instruction, own), name)
 
-    def _operation(self, computation: Computation, instruction: Instruction, own: Cost) -> tuple[str, float]:
+    def _operation(self, instruction: Instruction, own: Cost) -> tuple[str, float]:
         """(cause, seconds) of an operation."""
         chip, moved = self.chip, own.hbm_bytes / self.bandwidth
-        if is_kernel(instruction) and (work := kernel_work(computation, instruction, chip.flops_a_byte)):
+        if is_kernel(instruction) and (work := kernel_work(instruction, chip.flops_a_byte)):
             if not work.flops:
                 return "rest", work.hbm_bytes / self.bandwidth
             reached = self.reached(work.kind, work.size) * work.filled(chip.mxu)
@@ -164,7 +147,7 @@ class _Schedule:
             return "products", max(cycles, moved, own.flops / chip.flops)
         return "rest", moved or cycles
 
-    def _send(self, run: Run, computation: Computation, instruction: Instruction, own: Cost) -> None:
+    def _send(self, run: Run, instruction: Instruction, own: Cost) -> None:
         """Queues an instruction's transfers; without a later instruction that awaits them, the schedule does."""
         sent = [
             (
@@ -177,15 +160,14 @@ class _Schedule:
         if own.host_bytes:
             seconds = own.host_bytes / (self.chip.host_bandwidth * self.reached("host"))
             sent.append(("host", seconds, f"to or from the host: {instruction.name}"))
-        awaiting = self.counter.end(computation, instruction) if sent else None
+        end = awaiting(instruction) if sent else None
         for network, seconds, name in sent:
             left = max(run.until.get(network, 0.0) - run.now, 0.0)
-            if awaiting is None:  # shares the links with earlier transfers, which end so much later
+            if end is None:  # shares the links with earlier transfers, which end so much later
                 run.delay(network, seconds)
                 run.sends(network, run.now, seconds + min(seconds, left), name)
                 run.add(network, seconds + min(seconds, left), name)
             else:
-                end = run.now + left + seconds
                 run.sends(network, run.now + left, seconds, name)
-                run.until[network] = end
-                run.awaited.setdefault(awaiting.name, []).append((network, end))
+                run.until[network] = run.now + left + seconds
+                run.awaited.setdefault(end.name, []).append((network, run.until[network]))

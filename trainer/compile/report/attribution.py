@@ -6,21 +6,18 @@ or its gradient's reduction, must have.
 
 from __future__ import annotations
 
-import functools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardwright.compile.hlo.communication import Collective, Traffic
+from shardwright.compile.hlo.text import leaves
 from shardwright.compile.lowered_graph import Argument, LoweredGraph
+from shardwright.layout.partition import axes_of
 from shardwright.layout.stacking import is_stacked
 
 _NOTABLE_BYTES = 64 * 2**20  # a step; a collective that moves less is not flagged
-_DIMS = re.compile(r"\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -120,18 +117,18 @@ class Parameters:
 
     def sums(self, key: Collective) -> bool:
         """Can an all-to-all be the reduction of a matrix's gradient, of its parts or of the rest after some rings?"""
+        devices = math.prod(self.mesh.values())
         for weight in self.weights:
-            layers = _layers(weight)
-            parts = {math.prod(weight.shape) // layers // part for part in range(1, math.prod(self.mesh.values()) + 1)}
-            fits = layers > 1 and len(weight.shape) == 3 and _axes(key) <= self._sharded(weight)
+            _, *matrix = weight.shape
+            parts = {math.prod(matrix) // part for part in range(1, devices + 1)}
+            fits = _layers(weight) > 1 and len(matrix) == 2 and _axes(key) <= self._sharded(weight)
             if fits and _elements(key.shape) & parts:
                 return True
         return False
 
     def shaped_like(self, shape: str) -> str:
         """The weight whose shard, of all layers or one, has this shape (HLO's text); empty if none has."""
-        match = _DIMS.search(shape)
-        dims = _integers(match[1]) if match else ()
+        dims = next((leaf.dims for leaf in leaves(shape)), ())
         for weight in self.weights:
             splits = (math.prod(self.mesh[axis] for axis in axes) for axes in self._axes_of(weight))
             local = tuple(size // split for size, split in zip(weight.shape, splits, strict=True))
@@ -142,29 +139,9 @@ class Parameters:
     def _sharded(self, argument: Argument) -> set[str]:
         return set().union(*self._axes_of(argument))
 
-    def _axes_of(self, argument: Argument) -> tuple[tuple[str, ...], ...]:
-        return axes_of_dimensions(argument.sharding, len(argument.shape), tuple(self.mesh.items()))
-
-
-@functools.lru_cache(maxsize=4096)
-def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], ...]:
-    """For each dimension of a tensor, the axes of ``mesh`` (axis, size) along which its shards differ.
-
-    ``sharding`` is HLO's text: ``{replicated}``, ``{devices=[8,1]<=[8]}``, ``{devices=[4,1,2]0,1,…}``.
-    """
-    match = re.match(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", sharding)
-    if match is None:
-        return ((),) * rank
-    tiles, dims, order, listed = (_integers(group or "") for group in match.groups())
-    ids = np.array(listed) if listed else np.arange(math.prod(dims)).reshape(dims).transpose(order or None).ravel()
-    place = np.empty((len(ids), len(tiles)), int)  # device → its tile's index in each dimension
-    place[ids] = np.stack(np.unravel_index(np.arange(len(ids)), tiles), axis=1)
-    grid = place.reshape(*(size for _, size in mesh), len(tiles))
-    axes = []
-    for dimension in range(rank):
-        index = grid[..., dimension]
-        axes.append(tuple(name for n, (name, _) in enumerate(mesh) if (index != index.take([0], axis=n)).any()))
-    return tuple(axes)
+    def _axes_of(self, argument: Argument) -> list[list[str]]:
+        """For each dimension the axes along which its shards differ."""
+        return [[axis for axis in axes_of(entry) if self.mesh[axis] > 1] for entry in argument.spec]
 
 
 def _layers(weight: Argument) -> int:
@@ -177,8 +154,4 @@ def _axes(key: Collective) -> set[str]:
 
 def _elements(shapes: str) -> set[int]:
     """The sizes of the arrays in ``bf16[8,128], f32[]``, in elements."""
-    return {math.prod(_integers(dims)) for dims in _DIMS.findall(shapes)}
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number)
+    return {leaf.elements for leaf in leaves(shapes)}

@@ -15,12 +15,6 @@ from shardwright.step.auto_remat import VALUES_HEADER, value_rows
 from shardwright.xla.chips import CHIPS
 
 
-def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequence[Sequence[str]] = ()) -> None:
-    """Writes :func:`page` to a file; makes its folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(report, title, tried), encoding="utf-8")
-
-
 def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] = ()) -> str:
     """The report of the job ``title`` as HTML; ``tried``: rows under `summary.TRIED_HEADER`, one a neighbour."""
     whole, set_by_user = report.estimate.seconds, report.estimate.efficiency

@@ -93,9 +93,11 @@ def estimate(
     step, while the chip works. What causes miss of their middles is taken to be independent: the range is the root of
     the sum of their squares. Empty ``seconds``: the step was not compiled.
     """
-    shares = {cause: seconds.get("middle", {}).get(cause, 0.0) for cause in CAUSES}
+    low, shares, high = (
+        {cause: seconds.get(which, {}).get(cause, 0.0) for cause in CAUSES} for which in ("low", "middle", "high")
+    )
     device = sum(shares.values())
-    ends = [math.hypot(*(_of(seconds, end, c) - shares[c] for c in CAUSES)) for end in ("low", "high")]
+    more, less = (math.hypot(*(end[cause] - shares[cause] for cause in CAUSES)) for end in (low, high))
     slow, middle, fast = (layer * traced_layers for layer in TRACE_SECONDS) if device else (0.0, 0.0, 0.0)
     shares["trace"] = max(middle - device, 0.0)
     total = sum(shares.values())
@@ -105,10 +107,6 @@ def estimate(
         mfu=model_flops / chip.flops / total if total > 0 and model_flops is not None else None,
         shares=shares,
         efficiency=dict(given),
-        fastest=max(device - ends[1], fast),
-        slowest=max(device + ends[0], slow),
+        fastest=max(device - less, fast),
+        slowest=max(device + more, slow),
     )
-
-
-def _of(seconds: Mapping[str, Mapping[str, float]], end: str, cause: str) -> float:
-    return seconds.get(end, {}).get(cause, 0.0)

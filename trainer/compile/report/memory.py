@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.compile.hlo.communication import module_of
-from shardwright.compile.hlo.text import HBM, Computation, Instruction, Module, leaves
+from shardwright.compile.hlo.text import HBM, Computation, Instruction, leaves
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.report.units import parse_size
 
@@ -53,40 +53,29 @@ class OutOfMemory:
 
     used: int  # in all
     limit: int  # usable
-    program: int  # temporaries
-    arguments: int
-    outputs: int
-    shared: int  # outputs that take the place of arguments
-    buffers: tuple[Buffer, ...]  # the largest, in the compiler's order
+    temp: int = 0
+    argument: int = 0
+    output: int = 0
+    alias: int = 0  # outputs that take the place of arguments
+    buffers: tuple[Buffer, ...] = ()  # the largest, in the compiler's order
 
 
-def memory_of(
-    result: dict[str, Any], buffers: str, lowered: LoweredGraph
-) -> tuple[MemorySizes, int, tuple[Buffer, ...]]:
-    """(sizes of a step, usable HBM, largest buffers) from the compiling process's ``result`` and allocations.
-
-    The last two are those of the error if the step does not fit, else 0 and none.
-    """
+def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> tuple[MemorySizes, OutOfMemory | None]:
+    """The sizes of a step, and the refusal of one that does not fit, by the compiling process and its allocations."""
     heap, kinds = _assigned(buffers, lowered)
-    limit = 0
-    largest: tuple[Buffer, ...] = ()
-    if "error" in result:
-        refusal = parse_out_of_memory(result["error"])
-        limit, largest = refusal.limit, refusal.buffers
+    refusal = parse_out_of_memory(result["error"]) if "error" in result else None
+    told = dict.fromkeys(("generated_code", "host_temp", "host_argument"), 0) | vars(refusal) if refusal else result
+    arguments, temp, fresh = told["argument"], heap or told["temp"], told["output"] - told["alias"]
+    if refusal:
         # the larger of the error's numbers, which are rounded, and of the allocations before it
-        arguments, temp = max(sum(kinds.values()), refusal.arguments), max(heap, refusal.program)
-        outputs, alias, compiler_temp = refusal.outputs, refusal.shared, refusal.program
-        code = host_temp = host_arguments = 0
-        peak = required = max(temp + arguments + outputs - alias, refusal.used)
+        arguments, temp = max(sum(kinds.values()), arguments), max(heap, refusal.temp)
+        peak = required = max(temp + arguments + fresh, refusal.used)
     else:
-        sizes = ("argument", "output", "alias", "temp", "generated_code", "host_temp", "host_argument")
-        arguments, outputs, alias, compiler_temp, code, host_temp, host_arguments = (result[name] for name in sizes)
-        temp = heap or compiler_temp
-        required = arguments + temp + max(outputs - alias, 0)
+        required = arguments + temp + max(fresh, 0)
         # with temporaries on the host the compiler's peak counts those too
-        peak = required if host_temp else result["peak"]
+        peak = required if told["host_temp"] else told["peak"]
     weights, optimizer, batch = kinds["weights"], kinds["optimizer"], kinds["batch"]
-    found = MemorySizes(
+    sizes = MemorySizes(
         peak_bytes=peak,
         required_bytes=max(peak, required),
         argument_bytes=arguments,
@@ -94,15 +83,15 @@ def memory_of(
         optimizer_bytes=optimizer,
         batch_bytes=batch,
         other_bytes=arguments - weights - optimizer - batch,  # those without an allocation too
-        output_bytes=outputs,
-        alias_bytes=alias,
+        output_bytes=told["output"],
+        alias_bytes=told["alias"],
         temp_bytes=temp,
-        compiler_temp_bytes=compiler_temp,
-        code_bytes=code,
-        host_temp_bytes=host_temp,
-        host_argument_bytes=host_arguments,
+        compiler_temp_bytes=told["temp"],
+        code_bytes=told["generated_code"],
+        host_temp_bytes=told["host_temp"],
+        host_argument_bytes=told["host_argument"],
     )
-    return found, limit, largest
+    return sizes, refusal
 
 
 def _assigned(buffers: str, lowered: LoweredGraph) -> tuple[int, dict[str, int]]:
@@ -120,35 +109,33 @@ def _assigned(buffers: str, lowered: LoweredGraph) -> tuple[int, dict[str, int]]
     return heap, kinds
 
 
-def largest_buffers(lowered: LoweredGraph, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
+def largest_buffers(lowered: LoweredGraph, entry: Computation | None, buffers: str) -> tuple[Buffer, ...]:
     """The largest buffers in HBM at the peak; none without a module."""
-    if module is None:
+    if entry is None:
         return ()
-    homes = {i.name: (computation, i) for computation in module.computations.values() for i in computation.instructions}
+    made_by = {i.name: i for computation in entry.module.values() for i in computation.instructions}
     found = []
     for name, index, size in _ALIVE.findall(buffers):
-        if name not in homes:
+        if name not in made_by:
             found.append(Buffer(int(size), "", name, name))
             continue
-        home, instruction = homes[name]
-        parts, number = instruction.leaves, int(index.split(",")[0] or 0)
+        parts, number = made_by[name].leaves, int(index.split(",")[0] or 0)
         leaf = parts[number] if number < len(parts) else None
         if leaf is None or leaf.space == HBM:
-            owner = _owner(lowered, module, home, instruction) or name
-            found.append(Buffer(int(size), str(leaf) if leaf else "", owner, name))
+            owner = _owner(lowered, made_by[name]) or name
+            found.append(Buffer(int(size), str(leaf or ""), owner, name))
     return tuple(sorted(found, key=lambda b: -b.bytes)[:LARGEST])
 
 
-def _owner(lowered: LoweredGraph, module: Module, home: Computation, instruction: Instruction | None) -> str:
+def _owner(lowered: LoweredGraph, instruction: Instruction) -> str:
     """The module in an instruction's metadata, or the argument that it is; else its first operand's."""
     for _ in range(_LOOK_BACK):
-        if instruction is None:
-            break
         if instruction.opcode == "parameter":
-            return lowered.arguments[int(instruction.arguments)].name if home is module.entry else ""
-        if owner := module_of(instruction.op_name):
+            number = int(instruction.arguments)
+            return lowered.arguments[number].name if instruction.computation.entry else ""
+        if (owner := module_of(instruction.op_name)) or not instruction.operands:
             return owner
-        instruction = next(iter(home.operands(instruction)), None)
+        instruction = instruction.operands[0]
     return ""
 
 
@@ -163,20 +150,20 @@ def parse_out_of_memory(message: str) -> OutOfMemory:
     Newer ones (0.0.52) tell the sum alone, which they call that of the temporaries; the arguments are in it.
     """
     if total := re.search(r"total memory required for .*\((\S+)\) exceeds available HBM \((\S+)\)", message):
-        return OutOfMemory(parse_size(total[1]), parse_size(total[2]), 0, 0, 0, 0, ())
+        return OutOfMemory(parse_size(total[1]), parse_size(total[2]))
     used, single = _find(r"Used (\S+) of \S+ hbm", message), _find(r"Allocation \(size=(\d+)\) would exceed", message)
     if single and not used:
         name = _find(r"tag = '(?:output of )?([^'@]*)", message)
         buffer = Buffer(int(single), _bare(_find(r"shape = '([^']*)'", message)), name, name)
         limit = int(_find(r"would exceed memory \(size=(\d+)\)", message))
-        return OutOfMemory(buffer.bytes, limit, buffer.bytes, 0, 0, 0, (buffer,))
+        return OutOfMemory(buffer.bytes, limit, temp=buffer.bytes, buffers=(buffer,))
     return OutOfMemory(
         used=parse_size(used),
         limit=parse_size(_find(r"Used \S+ of (\S+) hbm", message)),
-        program=parse_size(_find(r"(?m)^\s+program\s+(\S+)\s*$", message)),
-        arguments=parse_size(_find(r"(?m)^\s+arguments\s+(\S+)\s*$", message)),
-        outputs=parse_size(_find(r"Output size (\S+); shares \S+ with arguments", message)),
-        shared=parse_size(_find(r"Output size \S+; shares (\S+?)\.* with arguments", message)),
+        temp=parse_size(_find(r"(?m)^\s+program\s+(\S+)\s*$", message)),
+        argument=parse_size(_find(r"(?m)^\s+arguments\s+(\S+)\s*$", message)),
+        output=parse_size(_find(r"Output size (\S+); shares \S+ with arguments", message)),
+        alias=parse_size(_find(r"Output size \S+; shares (\S+?)\.* with arguments", message)),
         buffers=tuple(_buffer(paragraph) for paragraph in re.split(r"\n\s+\d+\. Size: ", message)[1:]),
     )
 

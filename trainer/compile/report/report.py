@@ -16,8 +16,8 @@ from shardwright.compile.hlo.buffers import held_over_time
 from shardwright.compile.hlo.cost import Cost, Counter
 from shardwright.compile.hlo.efficiency import Reached, Which
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.text import Module, parse
-from shardwright.compile.hlo.timeline import Run, schedule_of
+from shardwright.compile.hlo.text import Computation, parse
+from shardwright.compile.hlo.timeline import Run, Schedule
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
 from shardwright.compile.report.estimate import Estimate, estimate, given_efficiencies
@@ -180,11 +180,13 @@ def make_report(
         buffers: the allocations, and the buffers alive at the peak.
         dcn: mesh axis → number of slices that it spans; None: one each.
     """
-    module, chip = parse(hlo) if hlo else None, where.chip
+    entry, chip = parse(hlo) if hlo else None, where.chip
     given = given_efficiencies(expected.efficiency)
-    cost, runs = _measure(module, lowered, where, dcn or {}, given) if module else (Cost(), {})
+    cost, runs = _measure(entry, lowered, where, dcn or {}, given) if entry else (Cost(), {})
     run = runs.get("middle", Run())
-    sizes, limit, refused = memory_of(result, buffers, lowered)
+    sizes, refusal = memory_of(result, buffers, lowered)
+    largest = refusal.buffers if refusal and refusal.buffers else largest_buffers(lowered, entry, buffers)
+    limit = (refusal.limit if refusal else 0) or chip.hbm_bytes
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     modules = [ModuleLine(name, part.flops, part.hbm_bytes, part.cycles) for name, part in cost.modules.items()]
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
@@ -197,7 +199,7 @@ def make_report(
         temp_bytes=sizes.temp_bytes,
         compile_seconds=result["cpu_seconds"],
         wall_seconds=result["wall_seconds"],
-        largest_buffers=_name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered),
+        largest_buffers=_name_by_shape(largest, lowered),
         error=result.get("error", ""),
     )
     repeated = ("fits", "compile_seconds", "wall_seconds", "largest_buffers", "error")
@@ -209,7 +211,7 @@ def make_report(
         devices=where.devices,
         mesh=dict(lowered.mesh),
         # the compiler's limit, if it told one; the chip's own number where both agree, since messages round
-        chip_hbm_bytes=chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit,
+        chip_hbm_bytes=chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 else limit,
         flops=cost.flops,
         model_flops=model_flops,
         hbm_bytes=cost.hbm_bytes,
@@ -232,15 +234,16 @@ def make_report(
 
 
 def _measure(
-    module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], given: Mapping[str, float]
+    entry: Computation, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], given: Mapping[str, float]
 ) -> tuple[Cost, dict[str, Run]]:
     """The cost of one execution for a chip; its schedule with all efficiencies low, in the middle and high."""
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
-    counter = Counter(module, lowered.mesh, lowered.layers, where.chip, Links(where, inside, over))
+    counter = Counter(lowered.mesh, lowered.layers, Links(where, inside, over))
     ends: tuple[Which, ...] = ("low", "middle", "high")
-    runs: dict[str, Run] = {end: schedule_of(counter, where.chip, Reached(where.chip.name, end, given)) for end in ends}
-    return counter.computation(module.entry), runs
+    reached = {end: Reached(where.chip.name, end, given) for end in ends}
+    runs: dict[str, Run] = {end: Schedule(counter, parts).computation(entry) for end, parts in reached.items()}
+    return counter.computation(entry), runs
 
 
 def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:

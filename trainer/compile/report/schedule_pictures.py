@@ -2,13 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
-
-from markupsafe import Markup
+from typing import Any
 
 from shardwright.compile.hlo.timeline import CAUSES, CHIP
-from shardwright.compile.report.report import CompileReport, ModuleLine
+from shardwright.compile.report.report import CompileReport
 from shardwright.compile.report.timelines import COLUMNS, Timeline
 from shardwright.report.html import PARTS
 from shardwright.report.units import size
@@ -20,24 +17,12 @@ _MODULES = 8  # named in a roofline
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 300, 62, 26, 34, 12
 
 
-@dataclass(frozen=True)
-class TimelinePicture:
-    """A `Timeline` in the words of the page; heights are parts of 100, from above."""
+def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence[str]) -> dict[str, Any]:
+    """The parts of a timeline that the page draws, with ``causes`` in the order of their colours.
 
-    title: str
-    # name, and (column, columns, colour, quarters of its height, words)
-    lanes: Sequence[tuple[str, Sequence[tuple[int, int, int, int, str]]]]
-    ticks: Sequence[str]
-    base: float  # of the arguments
-    held: str  # the path of what is held beside them; empty: not known
-    limit: float
-    reserved: float
-    most: str
-    said: str
-
-
-def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence[str]) -> TimelinePicture:
-    """``causes`` in the order of their colours."""
+    A lane is its name and (column, columns, colour, quarters of its height, words) of each part. Heights are parts of
+    100, from above; the path ``held``, of what is held beside the arguments, is empty where that is not known.
+    """
     title = f"The step: {_seconds(timeline.seconds)}"
     if timeline.loop:
         title = f"One of the {timeline.times:,} runs of {_short(timeline.loop)}: {_seconds(timeline.seconds)}"
@@ -68,7 +53,8 @@ def timeline_picture(timeline: Timeline, report: CompileReport, causes: Sequence
         rest = max(reserved - alive - gaps, 0)
         said += f"{size(gaps)} of gaps between temporaries, {size(rest)} of program and outputs; "
     said += f"{size(reserved)} reserved in all, {size(limit)} can be used"
-    return TimelinePicture(title, lanes, ticks, y(base), path, y(limit), y(reserved), f"≤ {most}", said)
+    heights = {"base": y(base), "limit": y(limit), "reserved": y(reserved)}
+    return {"title": title, "lanes": lanes, "ticks": ticks, "held": path, "most": f"≤ {most}", "said": said, **heights}
 
 
 def _seconds(seconds: float) -> str:
@@ -83,17 +69,20 @@ def _short(name: str) -> str:
     return "/".join(words[-3:]) if words else name
 
 
-def roofline_picture(report: CompileReport, chip: Chip) -> Markup:
-    """The chip's roof over FLOPs a byte of HBM, with the step below it and the modules that compute most."""
+def roofline_picture(report: CompileReport, chip: Chip) -> dict[str, Any] | None:
+    """The parts of a roofline that the page draws; None: no operation is known.
+
+    Over FLOPs a byte of HBM stand the chip's roof, the step below it, and the modules that compute most.
+    """
     modules = [m for m in report.modules if m.flops > 0 and m.hbm_bytes > 0 and m.cycles > 0]
     modules = sorted(modules, key=lambda m: -m.flops)[:_MODULES]
-    points = [(_intensity(m), m.flops / (m.cycles / chip.clock), m.module) for m in modules]
+    points = [(m.flops / m.hbm_bytes, m.flops / (m.cycles / chip.clock), m.module) for m in modules]
     # beyond the roof: FLOPs of kernels, which have no cycles
     points = [(x, min(y, chip.flops), name) for x, y, name in points if y < 1.05 * chip.flops]
     if report.flops and report.hbm_bytes and report.estimate.seconds:
         points.insert(0, (report.flops / report.hbm_bytes, report.flops / report.estimate.seconds, "the step"))
     if not points:
-        return Markup()
+        return None
     low = math.floor(math.log10(min(1.0, *(x for x, _, _ in points))))
     high = math.ceil(math.log10(max(4 * chip.flops_a_byte, *(x for x, _, _ in points))))
     top = math.ceil(math.log10(chip.flops))
@@ -105,36 +94,19 @@ def roofline_picture(report: CompileReport, chip: Chip) -> Markup:
     def y(value: float) -> float:
         return _TOP + (top - math.log10(value)) / (top - bottom) * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = []
-    for power in range(bottom, top + 1):
-        at = f"{y(10**power):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(10**power) + 4:.1f}" text-anchor="end">{_flops(10**power)}</text>')
-    for power in range(low, high + 1):
-        parts.append(f'<text x="{x(10**power):.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{10**power:,g}</text>')
-    parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">FLOPs a byte of HBM</text>')
     start = max(10**low, 10**bottom / chip.hbm_bandwidth)
     roof = [(start, start * chip.hbm_bandwidth), (chip.flops_a_byte, chip.flops), (10**high, chip.flops)]
-    path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof)
-    parts.append(f'<polyline class="roofline" points="{path}"/>')
-    legend = []
-    for number, (intensity, reached, name) in enumerate(points):
-        color, radius = f"c{number % PARTS}", 6 if name == "the step" else 4
-        said = f"{name}: {_flops(reached)}FLOP/s at {intensity:,.0f} FLOPs a byte"
-        parts.append(
-            f'<circle class="{color}" cx="{x(intensity):.1f}" cy="{y(reached):.1f}" r="{radius}">'
-            f"<title>{escape(said)}</title></circle>"
-        )
-        legend.append(f'<span><i class="k{number % PARTS}"></i>{escape(name)}</span>')
-    caption = f"{chip.name}: {_flops(chip.flops)}FLOP/s, {_flops(chip.hbm_bandwidth)}B/s of HBM; kernels left out"
-    return Markup(
-        f'<figure class="roof"><figcaption>{escape(caption)}</figcaption><svg role="img" aria-label="roofline" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(parts)}</svg><p class="legend">{"".join(legend)}</p></figure>'
-    )
-
-
-def _intensity(module: ModuleLine) -> float:
-    return module.flops / module.hbm_bytes
+    return {
+        "caption": f"{chip.name}: {_flops(chip.flops)}FLOP/s, {_flops(chip.hbm_bandwidth)}B/s of HBM; kernels left out",
+        "edges": (_WIDTH, _HEIGHT, _LEFT, _WIDTH - _RIGHT),
+        "rows": [(y(10**power), _flops(10**power)) for power in range(bottom, top + 1)],
+        "columns": [(x(10**power), f"{10**power:,g}") for power in range(low, high + 1)],
+        "roof": " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in roof),
+        "points": [
+            (x(intensity), y(reached), name, f"{name}: {_flops(reached)}FLOP/s at {intensity:,.0f} FLOPs a byte")
+            for intensity, reached, name in points
+        ],
+    }
 
 
 def _flops(value: float) -> str:

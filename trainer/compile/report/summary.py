@@ -4,6 +4,7 @@ from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
 from shardwright.compile.report.estimate import ranged
 from shardwright.compile.report.report import CompileReport
+from shardwright.layout.mesh import mesh_text
 from shardwright.report.units import size
 from shardwright.xla.chips import find_topology
 
@@ -68,10 +69,9 @@ def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
 
 def where_it_runs(report: CompileReport) -> str:
     slices = f"{report.slices} slices of " if report.slices > 1 else ""
-    mesh = " × ".join(f"{axis}={n}" for axis, n in report.mesh.items())
     shared = find_topology(report.topology).chip.devices > 1
     devices = "devices, two a chip (a chip, below, is such a half)" if shared else "chips"
-    return f"{slices}{report.topology}, {report.devices} {devices}, mesh {mesh}"
+    return f"{slices}{report.topology}, {report.devices} {devices}, mesh {mesh_text(report.mesh)}"
 
 
 def memory_parts(report: CompileReport) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.compile.hlo.timeline import CHIP, Mark, Run
+from shardwright.compile.hlo.timeline import BEGUN, CHIP, Mark, Run
 
 COLUMNS = 1500  # so many that each run of a loop of 80 layers, there and back, has some
 _LOOPS = 2  # loops of which one run is shown by itself: a scan's forward and its backward
@@ -62,23 +62,31 @@ def _timeline(of: Mark, held: Mapping[str, int]) -> Timeline:
     run = of.inside or Run()
     column = run.now / COLUMNS
     lanes: dict[str, _Lane] = defaultdict(_Lane)
+    begun: list[Mark] = []
     for mark in _flat(run, 0.0, column):
-        lanes[mark.lane].add(mark, column)
+        if mark.lane == BEGUN:
+            begun.append(mark)
+        else:
+            lanes[mark.lane].add(mark, column)
     order = [CHIP, *sorted(lanes.keys() - {CHIP})]
     shown = {lane: lanes[lane].segments(column) for lane in order if lane in lanes}
-    return Timeline(of.name, of.times, run.now, shown, _held(run, held, column))
+    return Timeline(of.name, of.times, run.now, shown, _held(begun, held, column))
 
 
 def _flat(run: Run, start: float, column: float) -> Iterator[Mark]:
-    """The marks of a run that begins at ``start``, with those of the runs inside; of short ones the causes alone."""
+    """The marks of a run that begins at ``start``, with those of the runs inside.
+
+    Of short ones only the causes, and the beginnings in the first of them.
+    """
     for mark in run.marks:
         at = start + mark.start
         if mark.inside is None:
-            yield Mark(mark.lane, mark.cause, at, mark.seconds, mark.name)
+            yield mark._replace(start=at)
         elif mark.seconds >= column:
             for number in range(mark.times):
                 yield from _flat(mark.inside, at + number * mark.seconds, column)
         else:
+            yield from (each for each in _flat(mark.inside, at, column) if each.lane == BEGUN)
             for cause, seconds in mark.inside.seconds.items():
                 yield Mark(CHIP, cause, at, seconds * mark.times, mark.name)
                 at += seconds * mark.times
@@ -116,13 +124,13 @@ class _Lane:
         return found
 
 
-def _held(run: Run, held: Mapping[str, int], column: float) -> list[int]:
+def _held(begun: Sequence[Mark], held: Mapping[str, int], column: float) -> list[int]:
     """The most bytes of temporaries in each column; in one in which nothing begins, those of the one before."""
     most: dict[int, int] = {}
     last: dict[int, int] = {}
-    for when, name in _begun(run, 0.0, column):
-        if (count := held.get(name)) is not None:
-            number = min(int(when / column), COLUMNS - 1)
+    for mark in begun:
+        if (count := held.get(mark.name)) is not None:
+            number = min(int(mark.start / column), COLUMNS - 1)
             most[number], last[number] = max(most.get(number, 0), count), count
     if not most:
         return []
@@ -131,13 +139,3 @@ def _held(run: Run, held: Mapping[str, int], column: float) -> list[int]:
         found.append(most.get(number, before))
         before = last.get(number, before)
     return found
-
-
-def _begun(run: Run, start: float, column: float) -> Iterator[tuple[float, str]]:
-    """(when, name) of all instructions; of a run inside that is short, in its first round alone."""
-    for when, what in run.begun:
-        if not isinstance(what, Mark):
-            yield start + when, what
-        elif what.inside is not None:
-            for number in range(what.times if what.seconds >= column else 1):
-                yield from _begun(what.inside, start + when + number * what.seconds, column)

@@ -1,5 +1,7 @@
 """The search for a job that fits, or fits more, by compiling its neighbours."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,7 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto
 from shardwright.errors import UserError
+from shardwright.layout.mesh import mesh_text
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 from shardwright.step.auto_remat import AUTO, is_auto
@@ -38,10 +41,26 @@ class Trial:
     def __str__(self) -> str:
         if self.refused:
             return f"can't be: {self.refused}"
-        speed = f"{self._speed} tokens/s a chip" if self._speed else ""
-        mfu = f"{self.mfu:.1%} MFU (estimate)" if self.mfu is not None else ""
-        words = ["fits" if self.fits else "does not fit", size(self.required_bytes or 0), speed, mfu]
-        return ", ".join(filter(None, words))
+        words = ["fits" if self.fits else "does not fit", size(self.required_bytes or 0)]
+        if self.fits and self._speed:
+            words.append(f"{self._speed} tokens/s a chip")
+        if self.fits and self.mfu is not None:
+            words.append(f"{self.mfu:.1%} MFU (estimate)")
+        return ", ".join(words)
+
+    @classmethod
+    def of(cls, what: str, report: CompileReport, room: float = 1.0) -> Trial:
+        """The trial that ``report`` is of; it fits if it takes at most the part ``room`` of the HBM."""
+        needed, estimate = report.largest_graph.needed_bytes, report.estimate
+        fits = report.fits and needed <= room * report.chip_hbm_bytes
+        seconds = sum(graph.wall_seconds for graph in report.graphs)
+        return cls(what, fits, needed, estimate.tokens_per_second, estimate.mfu, seconds, rates=estimate.rates())
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Sort key, greater is better: those that fit by their speed, others by how little memory they need."""
+        speed, needed = self.tokens_per_second or 0.0, self.required_bytes or 0
+        return not self.refused, self.fits, speed if self.fits else -needed
 
     @property
     def _speed(self) -> str:
@@ -64,14 +83,14 @@ def search(job: CompileJob, report: CompileReport, console: Console, tried: list
     fits, remat ``auto`` and larger batches, with full remat if that of the job was chosen for its batch (``auto``).
     Fills ``tried`` with the job and its neighbours, the fastest first, also if Ctrl-C or SIGTERM stops it.
     """
-    tried.append(_trial("as asked", report))
+    tried.append(Trial.of("as asked", report))
     try:
         return _search(job, report, console, tried, auto)
     except KeyboardInterrupt:
         say(console, f"search:  stopped after {len(tried)} settings; the same command goes on")
         raise
     finally:
-        tried.sort(key=lambda result: result.tokens_per_second or 0.0, reverse=True)
+        tried.sort(key=lambda result: result.rank, reverse=True)
         if tried[0].fits:
             say(console, f"the fastest found: {tried[0].what}: {tried[0]}")
 
@@ -93,8 +112,7 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
             if remat != policy:
                 attempt(f"remat {remat}", functools.partial(job.with_remat, remat))
         for sizes in moved_meshes(job.job.recipe.mesh.ici_sizes(job.job.devices)):
-            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in sizes.items())
-            attempt(what, functools.partial(job.with_mesh, sizes))
+            attempt(f"mesh {mesh_text(sizes)}", functools.partial(job.with_mesh, sizes))
     elif auto:
         job = job.with_remat("full")
         known = attempt("remat full", lambda: job)
@@ -124,18 +142,10 @@ def _try(what: str, neighbour: Neighbour, console: Console) -> Trial:
         other = neighbour()
         if is_auto(other.job):
             other, report = compile_auto(other, console)
-            return _trial(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
-        return _trial(what, other.compile())
+            return Trial.of(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
+        return Trial.of(what, other.compile())
     except UserError as error:
         return Trial(what, refused=str(error.found))
-
-
-def _trial(what: str, report: CompileReport) -> Trial:
-    seconds, estimate = sum(graph.wall_seconds for graph in report.graphs), report.estimate
-    if not report.fits:
-        return Trial(what, False, report.largest_graph.needed_bytes, wall_seconds=seconds)
-    speed = (estimate.tokens_per_second, estimate.mfu)
-    return Trial(what, True, report.largest_graph.needed_bytes, *speed, seconds, rates=estimate.rates())
 
 
 def moved_meshes(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:

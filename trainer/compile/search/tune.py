@@ -27,6 +27,7 @@ from shardwright.files.cache import cache_root, digest
 from shardwright.files.folder import Folder
 from shardwright.hosts.versions import code_digest
 from shardwright.layout.load_recipe import shipped_recipes
+from shardwright.layout.mesh import mesh_text
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 
@@ -44,9 +45,8 @@ class Setting:
     remat: float  # kept share of the layers' values
 
     def __str__(self) -> str:
-        mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
         rows = "1 row" if self.batch == 1 else f"{self.batch} rows"
-        return f"{self.recipe}, {mesh}, {rows} a device, remat {self.remat:g}"
+        return f"{self.recipe}, {mesh_text(dict(self.mesh))}, {rows} a device, remat {self.remat:g}"
 
     def of(self, args: TrainingArguments) -> TrainingArguments:
         mesh = ",".join(f"{axis}={n}" for axis, n in self.mesh)
@@ -69,18 +69,10 @@ class Setting:
             yield replace(self, remat=SHARES[at - 1])
 
 
-def _rank(trial: Trial) -> tuple[bool, bool, float]:
-    """Sort key, greater is better: trials that fit by their speed, others by how little memory they need."""
-    speed, needed = trial.tokens_per_second or 0.0, trial.required_bytes or 0
-    return not trial.refused, trial.fits, speed if trial.fits else -needed
-
-
 def _text(trial: Trial) -> str:
-    if trial.refused:
-        return f"can't be: {trial.refused}"
-    if not trial.fits:
-        return f"{size(trial.required_bytes or 0)}, does not fit with room to spare"
-    return str(trial).removeprefix("fits, ")
+    if trial.fits or trial.refused:
+        return str(trial).removeprefix("fits, ")
+    return f"{size(trial.required_bytes or 0)}, does not fit with room to spare"
 
 
 class Tuning:
@@ -121,22 +113,22 @@ class Tuning:
         """The fastest of all recipes' settings, once no recipe's best has a faster neighbour."""
         done: set[str] = set()
         while (best := self.first(done)) is not None:
-            rank = _rank(self.tried[best])
-            if not any(_rank(self.attempt(setting)) > rank for setting in best.neighbours() if self._worth(setting)):
+            rank = self.tried[best].rank
+            if not any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
                 done.add(best.recipe)
         return self.first()
 
     def first(self, without: Container[str] = ()) -> Setting | None:
         """The fastest setting tried of recipes not in ``without``; if none fits, the nearest to fitting."""
         settings = (setting for setting in self.tried if setting.recipe not in without)
-        return max(settings, key=lambda setting: _rank(self.tried[setting]), default=None)
+        return max(settings, key=lambda setting: self.tried[setting].rank, default=None)
 
     def untold(self, best: Setting) -> list[Setting]:
         """The settings that fit and whose range of speed overlaps that of ``best``, the fastest first."""
         ends = self.tried[best].rates
         found = {setting: trial.rates for setting, trial in self.tried.items() if trial.fits and setting != best}
         near = [setting for setting, rates in found.items() if ends and rates and overlap(ends, rates)]
-        return sorted(near, key=lambda setting: _rank(self.tried[setting]), reverse=True)
+        return sorted(near, key=lambda setting: self.tried[setting].rank, reverse=True)
 
     def _starts(self) -> Iterator[Setting]:
         """The job's own recipe and all others that take its model, each with its own mesh."""
@@ -181,10 +173,7 @@ class Tuning:
             report = CompileJob.of(setting.of(self.args), options).compile()
         except UserError as error:
             return Trial(str(setting), refused=str(error.found).splitlines()[0])
-        needed, speed = report.largest_graph.needed_bytes, report.estimate
-        fits = report.fits and needed <= MARGIN * report.chip_hbm_bytes
-        rate, mfu = speed.tokens_per_second or 0.0, speed.mfu or 0.0
-        return Trial(str(setting), fits, needed, rate, mfu, rates=speed.rates())
+        return Trial.of(str(setting), report, MARGIN)
 
     def _write(self) -> None:
         content = [[asdict(setting), asdict(trial)] for setting, trial in self.tried.items()]
@@ -220,7 +209,7 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
         names = "; ".join(map(str, near[:_SHOWN])) + (f"; and {len(near) - _SHOWN} more" if near[_SHOWN:] else "")
         say(console, f"tune:    the estimate can't tell it from {len(near)} others, whose ranges overlap: {names}")
     say(console, f"tune:    {command('train')} {shlex.join(options_of(found))}")
-    return CompileJob.of(found, options), sorted(tuning.tried.values(), key=_rank, reverse=True)
+    return CompileJob.of(found, options), sorted(tuning.tried.values(), key=lambda trial: trial.rank, reverse=True)
 
 
 def options_of(args: TrainingArguments) -> list[str]:
