@@ -30,6 +30,21 @@ def test_an_exchange_of_parts_of_a_gradient_is_told_from_one_of_tokens(elements:
     assert why in line.unplanned if why else not line.unplanned
 
 
+@pytest.mark.parametrize(("width", "why"), [(1024, ""), (2048, ""), (4096, ""), (3000, "layout was lost")])
+def test_a_gather_of_experts_a_ring_at_a_time_is_of_weights(width: int, why: str) -> None:
+    """Mixtral's on 64 chips of v5p: over 4, 16 and 64 of them in turn, of which the last were taken for a batch's."""
+    batch = Argument("input_ids", "batch", (8, 4096), "int32", (BOTH, None), None)
+    experts = Argument("layers.*.experts", "weights", (3, 8, 28672, 4096), "float32", (None, None, None, BOTH), 0)
+    rings = Collective("all-gather", "within fsdp", "", f"bf16[1,8,28672,{width}]", 2, "ici")
+    reduced = Collective("all-to-all", "fsdp×expert", "", "bf16[8,4096,28672]", 8, "ici")
+    traffic = dict.fromkeys((rings, reduced), Traffic(1, 2**30, 2**30))
+    lowered = LoweredGraph(b"", (experts, batch), (), MESH, 3)
+    lines = {line.kind: line for line in collective_lines(traffic, lowered, exchange="expert")}
+    assert lines["all-gather"].purpose == ("" if why else "weights")
+    assert why in lines["all-gather"].unplanned if why else not lines["all-gather"].unplanned
+    assert not lines["all-to-all"].unplanned
+
+
 def test_what_the_recipe_did_not_plan_is_flagged() -> None:
     """One collective of each kind that must not pass unseen, at Mixtral's sizes and in the captured step's layout."""
     shapes = {"gather": "bf16[3,4,1024,8192]", "reduce": "bf16[1024,8192]", "batch": "bf16[65536,8192]"}

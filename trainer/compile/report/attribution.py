@@ -17,6 +17,7 @@ from shardwright.compile.lowered_graph import Argument, LoweredGraph
 from shardwright.layout.partition import axes_of
 from shardwright.layout.stacking import is_stacked
 
+_WITHIN = "within "  # before axes of which a collective's groups are parts
 _NOTABLE_BYTES = 64 * 2**20  # a step; a collective that moves less is not flagged
 
 
@@ -96,23 +97,31 @@ class Parameters:
         """
         found = defaultdict(list)
         for weight in self.weights:
-            if purpose := self._purpose(weight, key.kind, _axes(key), _elements(key.shape)):
+            if purpose := self._purpose(weight, key):
                 found[purpose].append(weight.name)
         # prefer one layer's: the recipe plans no gather of all layers
         return min(found.items(), key=lambda item: item[0] == "stack", default=("", []))
 
-    def _purpose(self, weight: Argument, kind: str, axes: set[str], sizes: set[int]) -> str:
-        """The purpose of a collective over ``axes``, of arrays of ``sizes`` elements, if it moves ``weight``."""
-        sharded, layers = self._sharded(weight), _layers(weight)
-        if not axes <= sharded:
+    def _purpose(self, weight: Argument, key: Collective) -> str:
+        """The purpose of a collective if the sizes of what it moves say that this is ``weight``.
+
+        A gather or a reduction over several axes may go over parts of them in turn: over a ring of a torus at a time,
+        as kernels of experts do.
+        """
+        sharded, layers, sizes = self._sharded(weight), _layers(weight), _elements(key.shape)
+        if not _axes(key) <= sharded:
             return ""
-        local = math.prod(weight.shape) // math.prod(self.mesh[axis] for axis in sharded)
-        whole = local * math.prod(self.mesh[axis] for axis in axes)
-        if kind in ("all-gather", "all-reduce", "reduce-scatter"):
-            if whole // layers in sizes:
-                return "weights" if kind == "all-gather" else "gradients"
-            return "stack" if layers > 1 and whole in sizes and kind == "all-gather" else ""
-        handed_round = kind == "collective-permute" and local // layers in sizes
+        shards = math.prod(self.mesh[axis] for axis in sharded)
+        local = math.prod(weight.shape) // shards
+        together = {math.prod(self.mesh[axis] for axis in _axes(key))}
+        if key.axis.startswith(_WITHIN):
+            together |= {part for part in range(2, shards + 1) if shards % part == 0}
+        if key.kind in ("all-gather", "all-reduce", "reduce-scatter"):
+            if any(local * part // layers in sizes for part in together):
+                return "weights" if key.kind == "all-gather" else "gradients"
+            whole = any(local * part in sizes for part in together)
+            return "stack" if layers > 1 and whole and key.kind == "all-gather" else ""
+        handed_round = key.kind == "collective-permute" and local // layers in sizes
         return "weights" if handed_round else ""
 
     def sums(self, key: Collective) -> bool:
@@ -121,7 +130,7 @@ class Parameters:
         for weight in self.weights:
             _, *matrix = weight.shape
             parts = {math.prod(matrix) // part for part in range(1, devices + 1)}
-            fits = _layers(weight) > 1 and len(matrix) == 2 and _axes(key) <= self._sharded(weight)
+            fits = _layers(weight) > 1 and len(matrix) > 1 and _axes(key) <= self._sharded(weight)
             if fits and _elements(key.shape) & parts:
                 return True
         return False
@@ -149,7 +158,7 @@ def _layers(weight: Argument) -> int:
 
 
 def _axes(key: Collective) -> set[str]:
-    return set(key.axis.removeprefix("within ").split("×"))
+    return set(key.axis.removeprefix(_WITHIN).split("×"))
 
 
 def _elements(shapes: str) -> set[int]:
