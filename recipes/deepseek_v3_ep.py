@@ -7,7 +7,7 @@ command:   python scripts/train.py --recipe deepseek_v3_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    4.13 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
            DeepSeek-V3 on 256 devices: 39.07 GiB; on 64 v5p with bfloat16 state and a sequence of 4096 a chip,
-           89.6 GiB, by scripts/compile.py
+           89.7 GiB, by scripts/compile.py
            Kimi-K2 on 1024 devices: 14.95 GiB
 expected:  held-out loss 7.66 -> 5.66 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """

@@ -3,7 +3,7 @@
 command:   python scripts/train.py --recipe mixtral_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    7.46 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
-           Mixtral-8x7B on 64 devices: 10.89 GiB; with 12 sequences of 4096 a chip 33.2 GiB of a v5p, by
+           Mixtral-8x7B on 64 devices: 10.89 GiB; with 12 sequences of 4096 a chip 32.7 GiB of a v5p, by
            scripts/compile.py
 expected:  held-out loss 7.66 -> 5.57 nats a token in 100 steps on the default data (a unigram model: 6.32)
 """

@@ -6,7 +6,7 @@ its convolution, gates and norm are small and replicated.
 command:   python scripts/train.py --recipe qwen3_next_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    5.72 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
-           Qwen3-Next-80B-A3B on 64 devices: 18.64 GiB; a step on 8 chips of v5p: 80.5 of 95.7 GiB, by the compiler
+           Qwen3-Next-80B-A3B on 64 devices: 18.64 GiB; a step on 8 chips of v5p: 79.3 of 95.7 GiB, by the compiler
 expected:  held-out loss 7.66 -> 5.59 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 

@@ -231,7 +231,11 @@ def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_
 
     (tmp_path / "precious").write_text("work")
     arguments = ["export.py", "--checkpoint", str(tmp_path), "--output"]
-    for output, message in ((tmp_path, "never writes over"), (tmp_path / "new", str(tmp_path))):
+    # what to write instead is of this command, which has no --resume_from_checkpoint
+    for output, message in (
+        (tmp_path, "never writes over"),
+        (tmp_path / "new", "instead: the path of a whole checkpoint-N"),
+    ):
         monkeypatch.setattr("sys.argv", [*arguments, str(output)])
         assert exit_code(script.main) == 2
         assert message in capsys.readouterr().err

@@ -106,7 +106,7 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
     if not folder.exists(MANIFEST):
         found = f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one"
         why = f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's"
-        raise damaged(folder, found, why, "--resume_from_checkpoint latest, or the path of a checkpoint-N folder")
+        raise damaged(folder, found, why, "the path of a whole checkpoint-N; a run finds its own by `latest`")
     _check_is_file(folder, MANIFEST)
     if (size := folder.size(MANIFEST)) > LARGEST_MANIFEST:
         raise damaged(folder, f"{MANIFEST} has {size:,} bytes, and lists a few files")
