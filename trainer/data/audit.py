@@ -206,8 +206,7 @@ class _Auditor:
             self.source.tally = packer.tally
             return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
         tally = self.source.tally
-        parse = options.samples.split_special_tokens is False
-        encoder = Encoder(self.tokenizer, shape, tally, self.bad, train_on_prompt=True, parse=parse)
+        encoder = Encoder(self.tokenizer, shape, tally, self.bad, options.samples)
 
         def add(texts: list[str]) -> None:
             """Joined texts fill every row, and every token is scored."""

@@ -16,23 +16,23 @@ from typing import Any
 
 import datasets
 import numpy as np
-import tokenizers
 import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.chat_template import DEFAULT, RecordTexts, template_note
+from shardwright.data.chat_template import DEFAULT, template_note, tokenizer_of_records
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.documents import TRAIN, find_documents
 from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import LOOKED_AT
 from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
-from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sized, sources_of
+from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, quiet_scratch, write_rows
-from shardwright.data.samples.fitting import SampleOptions, SamplePacker
+from shardwright.data.samples.fitting import SamplePacker
+from shardwright.data.samples.samples import SampleOptions
 from shardwright.data.samples.tally import notes, unread_notes
 from shardwright.data.samples.template import Template
 from shardwright.data.tokenizer import (
@@ -102,21 +102,20 @@ class Corpus:
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` tell
     a person what was recognised and what became of it.
 
-    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them. ``date`` is the one that a
-    chat template wrote into them, if it writes any.
+    ``heldout_sets`` have the held-out rows by the names of their sets; an only one's is empty. ``date`` is the one that
+    a chat template wrote into them, if it writes any.
     """
 
     train: Rows
-    heldout: StoredRows
+    heldout_sets: Mapping[str, StoredRows]
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
-    named: Mapping[str, StoredRows] = field(default_factory=dict)
     date: str | None = None
 
     @property
-    def heldout_sets(self) -> Mapping[str, StoredRows]:
-        """Set name → held-out rows; the name of an only set is empty."""
-        return self.named or {"": self.heldout}
+    def heldout(self) -> StoredRows:
+        """The first set."""
+        return next(iter(self.heldout_sets.values()))
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -161,7 +160,9 @@ def load_corpus(
     check_tokenizer(tokenizer, vocab_size)
     sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
-    options = replace(options, date=options.date or today())  # all sources have the same
+    # all sources have the same date, and a tokenizer that is trained on chats needs a template
+    template = options.chat_template or (DEFAULT if tokenizer is None else None)
+    options = replace(options, date=options.date or today(), chat_template=template)
     if len(sources) == 1:
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
@@ -171,11 +172,12 @@ def load_corpus(
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
     ]
     rows = [corpus.train for corpus in corpora]
-    train = MixedRows(rows, [source.share or 0 for source in sized(sources, rows)])
-    held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
-    heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
+    train = MixedRows(rows, shares_of(sources, rows))
+    sets = corpora[0].heldout_sets
+    if not options.eval_dataset:
+        sets = {"": StoredRows(datasets.concatenate_datasets([corpus.heldout.dataset for corpus in corpora]))}
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
-    return Corpus(train, heldout, tokenizer, notes, corpora[0].named, corpora[0].date)
+    return Corpus(train, sets, tokenizer, notes, corpora[0].date)
 
 
 def _stored_corpus(
@@ -199,12 +201,11 @@ def _stored_corpus(
             return splits
 
         if tokenizer is None:
-            options = replace(options, chat_template=options.chat_template or DEFAULT)
-            of = RecordTexts(documents.shape, str(options.chat_template), lambda: _sample(split()[TRAIN]))
-            folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__, *of.special_words])
-            tokenizer = of.tokenizer(folder, scratch, vocab_size)
-        options = _dated(options, tokenizer)
-        packing = _Packing(options, documents.shape, tokenizer)
+            template = str(options.chat_template)
+            tokenizer = tokenizer_of_records(
+                documents.shape, lambda: _sample(split()[TRAIN]), template, key, vocab_size, root, scratch
+            )
+        packing = _packing(options, documents.shape, tokenizer)
         rows = cached(
             root / "rows" / digest([*key, *packing.key]),
             scratch,
@@ -216,7 +217,7 @@ def _stored_corpus(
     notes = packing.notes(tally)
     if held[0].fingerprint == train.fingerprint:
         notes += ("the only text there is: it is trained on and evaluated on",)
-    return Corpus(train, held[0], tokenizer, notes, _named(options, held), options.date)
+    return Corpus(train, _sets(options, held), tokenizer, notes, packing.options.date)
 
 
 def load_rows_of(
@@ -227,10 +228,9 @@ def load_rows_of(
     ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
-    options = _dated(options, tokenizer)
     documents = find_documents(dataset, *options.reading)
     check_samples(options, documents.shape, tokenizer)
-    packing, root = _Packing(options, documents.shape, tokenizer), cache_root(None)
+    packing, root = _packing(options, documents.shape, tokenizer), cache_root()
     folder = root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing.key])
     with quiet_scratch(root) as scratch:
 
@@ -255,14 +255,11 @@ def _streamed_corpus(
     check_special_names(options, stream.shape, tokenizer, first_texts(stream))
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
-        options = replace(options, chat_template=options.chat_template or DEFAULT)
         texts = (text for _, text, held in first_documents(stream, fraction) if not held)
-        of, key = RecordTexts(stream.shape, str(options.chat_template), lambda: texts), [CACHE_FORMAT, stream.identity]
-        folder = root / "tokenizers" / digest([*key, fraction, vocab_size, "stream", *of.special_words])
+        key, template = [CACHE_FORMAT, "stream", stream.identity, fraction], str(options.chat_template)
         with quiet_scratch(root) as scratch:
-            tokenizer = of.tokenizer(folder, scratch, vocab_size)
-    options = _dated(options, tokenizer)
-    packing = _Packing(options, stream.shape, tokenizer)
+            tokenizer = tokenizer_of_records(stream.shape, lambda: texts, template, key, vocab_size, root, scratch)
+    packing = _packing(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
     held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
     first, length, _, *samples = packing.key
@@ -273,17 +270,11 @@ def _streamed_corpus(
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
     notes = packing.notes(Counter(heldout.tally) + counted(stream.unread.columns))
-    return Corpus(rows, heldout, tokenizer, notes, _named(options, held), options.date)
+    return Corpus(rows, _sets(options, held), tokenizer, notes, packing.options.date)
 
 
-def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
-
-
-def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
-    """``options`` whose date the tokenizer's chat templates write from now on; without one if they write none."""
-    date = options.date or today()
-    return replace(options, date=date if fix_date(tokenizer, date) else None)
+def _sets(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
+    return dict(zip(options.eval_dataset or [""], held, strict=True))
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
@@ -349,6 +340,12 @@ class _Packing:
         if self.options.date:
             words.append(f"the chat template writes the date of the run's first start: {self.options.date}")
         return *words, *notes(self.shape, tally, self.options.sequence_length)
+
+
+def _packing(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> _Packing:
+    """The packing, whose date the tokenizer's chat templates write from now on; it has none if they write none."""
+    date = options.date or today()
+    return _Packing(replace(options, date=date if fix_date(tokenizer, date) else None), shape, tokenizer)
 
 
 def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:

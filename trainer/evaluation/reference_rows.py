@@ -5,7 +5,6 @@ A resumed run has trained weights, so it reads the values that its first life wr
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -17,10 +16,9 @@ from safetensors.numpy import load, save
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import heldout_batches
-from shardwright.data.rows.mixture import MixedRows
-from shardwright.data.rows.packing import Columns
-from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
+from shardwright.evaluation.column_rows import ColumnRows, with_column
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ShardingPlan
@@ -115,40 +113,11 @@ def _lengths(name: str, parameters: Tensors, plan: ShardingPlan | None) -> torch
     return torch.stack(found) if is_stacked(name) else found[0]
 
 
-class ReferredRows(StoredRows):
-    """Stored rows with one more ``column``, the starting weights' values; their fingerprint leaves it out.
-
-    Attributes:
-        values: that column, float32 [rows, ...]; None until it is known.
-    """
-
-    def __init__(self, rows: StoredRows, column: str) -> None:
-        super().__init__(rows.dataset, rows.tally)
-        self.plain, self.column = rows, column
-        self.values: np.ndarray | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        return self.plain.fingerprint
-
-    def read(self, numbers: np.ndarray) -> Columns:
-        assert self.values is not None, "what the starting weights say is not known yet"
-        return {**super().read(numbers), self.column: self.values[numbers]}
-
-
 class Reference:
-    """The rows of a run, to train on and by the names of evaluated sets, with the starting weights' values.
+    """The starting weights' values of a run's rows, each of ``shape``: the column of the rows of each split."""
 
-    Raises UserError if the rows are not stored.
-    """
-
-    def __init__(self, train: Rows, sets: Mapping[str, StoredRows], objective: Objective) -> None:
-        if not isinstance(train, StoredRows):
-            raise not_one_dataset(mixed=isinstance(train, MixedRows))
-        column = str(objective.reference)
-        self.shape, self.train = objective.columns[column], ReferredRows(train, column)
-        self.sets = {name: ReferredRows(rows, column) for name, rows in sets.items()}
-        self.splits = {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
+    def __init__(self, splits: Mapping[str, ColumnRows], shape: tuple[int, ...]) -> None:
+        self.splits, self.shape = splits, shape
 
     @property
     def known(self) -> bool:
@@ -211,29 +180,12 @@ class Reference:
         return ""
 
 
-def not_one_dataset(*, mixed: bool) -> UserError:
-    """The error of rows beside which no reference values can be kept: those of a mixture, or of a stream."""
-    return UserError(
-        asked="an objective that compares with the starting weights",
-        found="a mixture of datasets" if mixed else "rows that are made as training goes on",
-        why="what the starting weights say of each row is computed before the first step, and kept beside the rows of "
-        "one dataset",
-        instead=f"{'a single dataset' if mixed else 'no --streaming'}; or --objective orpo or simpo, which compare "
-        "with nothing",
-    )
-
-
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
-    """``corpus`` with the reference columns that the objective needs, its held-out sets cut to the evaluated rows.
-
-    Raises as :class:`Reference`.
-    """
-    if args.goal.reference is None:
+    """``corpus`` with the reference column that the objective needs; raises as :func:`with_column`."""
+    if (column := args.goal.reference) is None:
         return corpus, None
-    sets = {name: rows.spread(args.max_eval_rows) for name, rows in corpus.heldout_sets.items()}
-    found = Reference(corpus.train, sets, args.goal)
-    heldout = next(iter(found.sets.values()))
-    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
+    made, splits = with_column(corpus, args, lambda rows: ColumnRows(rows, column))
+    return made, Reference(splits, args.goal.columns[column])
 
 
 def check_sets(args: TrainingArguments, sets: Mapping[str, StoredRows] | None) -> None:

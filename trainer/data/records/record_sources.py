@@ -14,14 +14,15 @@ from datasets import Dataset, IterableDataset
 from shardwright.data.records.bucket import copied
 from shardwright.errors import UserError, a_type, nearest_beside
 
-SUFFIXES = {
-    "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
-    "json": [".json", ".jsonl"],
-    "parquet": [".parquet"],
-    "arrow": [".arrow"],
-    "csv": [".csv"],
+_TEXT = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
+KIND_OF = {
+    **dict.fromkeys(_TEXT, "text"),
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
 }
-KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 _SPLIT = re.compile(r"\w[\w.-]*")
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
 _HELDOUT_FILE = re.compile(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])")
@@ -120,9 +121,9 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
         whole = locate(base, option)
         return whole if isinstance(whole, HeldRecords) else replace(whole, asked=asked, split=split)
     if "://" in dataset:
-        copy = copied(dataset, asked, _is_data)
+        copy = copied(dataset, asked, _kind)
         return Files(asked, *_local_files(copy, asked), is_folder=copy.is_dir())
-    if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
+    if dataset.startswith((os.sep, ".", "~")) or _kind(path):
         raise UserError(
             asked=asked,
             found=f"no such file or folder: {path.absolute()}",
@@ -174,9 +175,9 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
     """The files at ``path``, and their one kind. A path that is itself a file of unknown suffix is text."""
     if path.is_file():
-        files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
+        files, kinds = {path.name: path}, {_kind(path) or "text": path.name}
     else:
-        files = {name: file for name, file in _files(path, "", set()).items() if file.suffix.lower() in KIND_OF}
+        files = {name: file for name, file in _files(path, "", set()).items() if _kind(file)}
         data = {
             name: file
             for name, file in files.items()
@@ -185,7 +186,7 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
         }
         if any(_kind(file) != "text" for file in data.values()):
             files = data
-        kinds = {_kind(file): name for name, file in files.items()}
+        kinds = {KIND_OF[file.suffix.lower()]: name for name, file in files.items()}
     if len(kinds) > 1:
         raise UserError(
             asked=asked,
@@ -203,12 +204,9 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
     return files, next(iter(kinds))
 
 
-def _is_data(name: str) -> bool:
-    return Path(name).suffix.lower() in KIND_OF
-
-
-def _kind(file: Path) -> str:
-    return KIND_OF[file.suffix.lower()]
+def _kind(file: str | Path) -> str | None:
+    """The kind of data in a file of this name; None: none that is known."""
+    return KIND_OF.get(Path(file).suffix.lower())
 
 
 def _holds_something(file: Path) -> bool:

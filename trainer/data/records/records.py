@@ -9,38 +9,14 @@ from datasets import Dataset, IterableDataset, List, Value
 
 from shardwright.data.records.fields import unread_columns
 from shardwright.data.records.files import Unreadable, rows_of
-from shardwright.data.records.record_sources import (
-    AnyDataset,
-    Files,
-    HeldRecords,
-    HubDataset,
-    locate,
-    pick_splits,
-    unreadable,
-)
-from shardwright.data.records.shapes import check_text, recognise, recognise_splits
+from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, pick_splits, unreadable
+from shardwright.data.records.shapes import check_text, recognise_splits
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import a_type
 from shardwright.objectives.objective import RecordShape, text_shape
-from shardwright.objectives.sft import SHAPES
 
 LOOKED_AT = 100  # first rows of a split's files, which determine its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
-
-
-def find_shape(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
-    """The shape of the documents that ``--dataset`` names, one of ``reads``.
-
-    Raises UserError if nothing is there, it can't be opened, or its records are of no known shape.
-    """
-    where = locate(dataset)
-    if len(reads) == 1 and reads[0].is_text:
-        return reads[0]
-    if isinstance(where, Files):
-        return shape_of_files(where, reads)
-    splits, _ = open_records(where)
-    train, *_ = pick_splits(splits, where.asked, where.split)
-    return recognise(columns_of(where, splits[train]), where.asked, reads)
 
 
 def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:

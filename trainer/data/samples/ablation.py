@@ -66,7 +66,7 @@ def unread_fields(
 
     def without_effect(left: Sequence[Part]) -> list[Part]:
         dropped, fields = {*left}, {part[:2] for part in left}
-        gone = _changed(chat, lambda field, value: _without(value, field, dropped) if field in fields else value)
+        gone = _changed(chat, lambda field, value: _rebuilt(value, field, dropped) if field in fields else value)
         if not left or _rendered(gone, render) == whole:
             return [*left]
         if len(left) == 1:
@@ -93,7 +93,9 @@ def _read(chat: Chat, parts: Iterable[Part], render: Callable[[Chat], str]) -> S
     """The parts whose marks are seen in the text, and all that they are parts of."""
 
     def seen(marks: Mapping[Part, int]) -> Iterator[Part]:
-        marked = _changed(chat, lambda field, value: _marked(value, field, field, marks))
+        marked = _changed(
+            chat, lambda field, value: _rebuilt(value, field, leaf=lambda inner, place: _marked(inner, place, marks))
+        )
         text = _rendered(marked, render) or ""
         letters, numbers = {*text}, {*map(int, _NUMBER.findall(text))}
         return (part for part, mark in marks.items() if chr(mark) in letters or _NUMBERS + mark in numbers)
@@ -157,14 +159,10 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _marked(value: Any, place: Part, part: Part, marks: Mapping[Part, int]) -> Any:
-    """``value`` with the mark of its part in each string, which keeps its length, and in the place of each number."""
-    part = place if place in marks or place[-1] in _COMPARED else part
-    if isinstance(value, list):
-        return [_marked(inner, (*place, n), part, marks) for n, inner in enumerate(value)]
-    if isinstance(value, dict):
-        return {key: _marked(inner, (*place, key), part, marks) for key, inner in value.items()}
-    mark = marks.get(part)
+def _marked(value: Any, place: Part, marks: Mapping[Part, int]) -> Any:
+    """``value`` with the mark of the part that it belongs to: in a string, whose length stays, or for a number."""
+    parts = (place[:length] for length in range(len(place), 1, -1))
+    mark = marks.get(next((part for part in parts if part in marks or part[-1] in _COMPARED), place))
     if mark is None or not (value or "arguments" in place):  # what is false may stay so
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -174,16 +172,21 @@ def _marked(value: Any, place: Part, part: Part, marks: Mapping[Part, int]) -> A
     return value if at is None else text[:at] + chr(mark) + text[at + 1 :]
 
 
-def _without(value: Any, place: Part, dropped: Set[Part]) -> Any:
-    """``value`` without the parts ``dropped``; None if it is one."""
+def _rebuilt(
+    value: Any,
+    place: Part,
+    dropped: Set[Part] = frozenset(),
+    leaf: Callable[[Any, Part], Any] = lambda value, place: value,
+) -> Any:
+    """``value`` without the parts ``dropped``, and each inmost value as ``leaf`` makes it; None if it is dropped."""
     if place in dropped:
         return None
     if isinstance(value, list):
-        return [_without(inner, (*place, n), dropped) for n, inner in enumerate(value)]
+        return [_rebuilt(inner, (*place, n), dropped, leaf) for n, inner in enumerate(value)]
     if isinstance(value, dict):
         places = {key: (*place, key) for key in value}
-        return {key: _without(value[key], at, dropped) for key, at in places.items() if at not in dropped}
-    return value
+        return {key: _rebuilt(value[key], at, dropped, leaf) for key, at in places.items() if at not in dropped}
+    return leaf(value, place)
 
 
 def _rendered(chat: Chat, render: Callable[[Chat], str]) -> str | None:
