@@ -9,7 +9,7 @@ Shape legend: S tokens in a row (``sequence_length``).
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,16 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.chat_template import DEFAULT, template_note, tokenizer_of_records
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
-from shardwright.data.records.documents import TRAIN, find_documents
 from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import LOOKED_AT
-from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
+from shardwright.data.rows.heldout_rows import (
+    SAMPLE_CHARACTERS,
+    TRAIN,
+    first_documents,
+    heldout_of_stream,
+    split_documents,
+)
 from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
@@ -86,7 +91,7 @@ class DataOptions:
 
     @property
     def reading(self) -> tuple[Sequence[RecordShape], str]:
-        """The shapes to recognise, and the policy for unreadable rows, as `find_documents` takes them."""
+        """The shapes to recognise, and the policy for unreadable rows, as `find_stream` takes them."""
         return self.reads, self.samples.on_bad_row
 
     def makes_samples(self, shape: RecordShape) -> bool:
@@ -183,22 +188,14 @@ def load_corpus(
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    documents = find_documents(options.dataset, *options.reading)
-    others = {name: find_documents(each, *options.reading) for name, each in options.eval_dataset.items()}
-    if options.max_samples is not None:
-        documents = documents.first(options.max_samples)
-    if others:
-        documents = documents.evaluated_on(others)
-    check_samples(options, documents.shape, tokenizer)
+    documents = _documents(options, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with quiet_scratch(root) as scratch:
 
         @functools.cache  # the documents are read once, and only if something is not in the cache
         def split() -> dict[str, Dataset]:
-            splits = split_documents(documents, scratch / "documents", options.heldout_fraction)
-            first = splits[TRAIN].take(min(LOOKED_AT, len(splits[TRAIN])))
-            check_special_names(options, documents.shape, tokenizer, first["text"])
-            return splits
+            check_special_names(options, documents, tokenizer)
+            return split_documents(documents, scratch, options.heldout_fraction)
 
         if tokenizer is None:
             template = str(options.chat_template)
@@ -228,15 +225,14 @@ def load_rows_of(
     ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
-    documents = find_documents(dataset, *options.reading)
+    documents = find_stream(dataset, *options.reading, stored=True)
     check_samples(options, documents.shape, tokenizer)
     packing, root = _packing(options, documents.shape, tokenizer), cache_root()
     folder = root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing.key])
     with quiet_scratch(root) as scratch:
 
         def build(folder: Path) -> None:
-            all_of_it = {"test": documents.read(scratch / "documents")[TRAIN]}
-            write_rows(all_of_it, folder, packing.new_packer, documents)
+            write_rows({"test": documents.stored(scratch / "documents")}, folder, packing.new_packer, documents)
 
         return cached(folder, scratch, build=build, load=load_rows)["test"]
 
@@ -245,14 +241,8 @@ def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Rows of a stream. Nothing is written but a tokenizer trained on it."""
-    stream = find_stream(options.dataset, *options.reading)
-    if options.max_samples is not None:
-        stream = stream.first(options.max_samples)
-    sets = [stream.evaluated_on(find_stream(each, *options.reading)) for each in options.eval_dataset.values()]
-    if sets:
-        stream = replace(sets[0], identity="; ".join(each.identity for each in sets))
-    check_samples(options, stream.shape, tokenizer)
-    check_special_names(options, stream.shape, tokenizer, first_texts(stream))
+    stream = _documents(options, tokenizer)
+    check_special_names(options, stream, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
         texts = (text for _, text, held in first_documents(stream, fraction) if not held)
@@ -260,8 +250,11 @@ def _streamed_corpus(
         with quiet_scratch(root) as scratch:
             tokenizer = tokenizer_of_records(stream.shape, lambda: texts, template, key, vocab_size, root, scratch)
     packing = _packing(options, stream.shape, tokenizer)
-    heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
-    held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
+    held = [heldout_of_stream(each, packing.new_packer(), 1.0)[0] for each in stream.heldout.values()]
+    left_out = frozenset[int]()
+    if not held:
+        heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
+        held = [heldout]
     first, length, _, *samples = packing.key
     # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
     key = [STREAM_FORMAT, first, length, packing.new_packer().columns, *samples]
@@ -269,8 +262,21 @@ def _streamed_corpus(
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
-    notes = packing.notes(Counter(heldout.tally) + counted(stream.unread.columns))
+    notes = packing.notes(Counter(held[0].tally) + counted(stream.unread.columns))
     return Corpus(rows, _sets(options, held), tokenizer, notes, packing.options.date)
+
+
+def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
+    """The documents to train on and to evaluate; raises UserError for those that no rows can be made of."""
+    find = functools.partial(find_stream, reads=options.reads, on_bad_row=options.samples.on_bad_row)
+    found = find(options.dataset, stored=not options.streaming)
+    others = {name: find(each, stored=not options.streaming) for name, each in options.eval_dataset.items()}
+    if options.max_samples is not None:
+        found = found.first(options.max_samples)
+    if others:
+        found = found.evaluated_on(others)
+    check_samples(options, found.shape, tokenizer)
+    return found
 
 
 def _sets(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
@@ -370,21 +376,17 @@ def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTraine
         Template(tokenizer, frozenset())
 
 
-def first_texts(stream: DocumentStream) -> Iterator[str | None]:
-    return (text for _, text in itertools.islice(stream.documents(), LOOKED_AT))
-
-
 def check_special_names(
-    options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str | None]
+    options: DataOptions, stream: DocumentStream, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Refuse texts of which most hold a special token's name, unless the options say what it shall be."""
-    if tokenizer is None or not shape.is_text or options.samples.split_special_tokens is not None:
+    if tokenizer is None or not stream.shape.is_text or options.samples.split_special_tokens is not None:
         return
-    filled = [text for text in texts if text and has_text(text)]
+    filled = [text for _, text in itertools.islice(stream.documents(), LOOKED_AT) if text and has_text(text)]
     found = [match for text in filled if (match := special_name(tokenizer, text))]
     if 2 * len(found) > len(filled):
         raise UserError(
-            asked=f"{options.dataset}: the texts in its column {shape.required[0]!r}",
+            asked=f"{options.dataset}: the texts in its column {stream.shape.required[0]!r}",
             found=f"{len(found)} of the first {len(filled)} hold the name of a special token, such as {found[0]!r}",
             why="they may be chats that a template wrote, or texts about tokens, in which names are letters",
             instead="--split_special_tokens false, where each name shall be that token; --split_special_tokens true, "

@@ -10,7 +10,6 @@ import functools
 import gc
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import time
@@ -31,6 +30,7 @@ from shardwright.evaluation.column_rows import ColumnRows, with_column
 from shardwright.evaluation.reference_rows import ReferenceStep
 from shardwright.evaluation.teacher import VALUES_FORMAT, identity_of, vocabulary_of
 from shardwright.files.cache import cache_root, digest, is_whole, publish
+from shardwright.files.folder import Folder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.labels import IGNORE, targets
@@ -185,7 +185,7 @@ class TaughtCorpus:
             hosts().watchdog.progressed()
             if time.monotonic() - saved > _SAVED_EVERY:
                 values.flush()
-                _save(part, int(own[-1]) + 1)
+                Folder(part).write(_DONE, str(int(own[-1]) + 1).encode())
                 saved = time.monotonic()
         values.flush()
         _publish(part, self.folder(rows))
@@ -198,15 +198,9 @@ def _mapped(file: Path, rows: TaughtRows, mode: Literal["r", "r+"]) -> np.memmap
 def _done(part: Path) -> int:
     """The rows whose values are in ``part`` for sure."""
     try:
-        return int(json.loads((part / _DONE).read_text()))
-    except (OSError, ValueError, TypeError):
+        return int((part / _DONE).read_text())
+    except (OSError, ValueError):
         return 0
-
-
-def _save(part: Path, rows: int) -> None:
-    fresh = part / f"{_DONE}.new"
-    fresh.write_text(json.dumps(rows))
-    os.replace(fresh, part / _DONE)
 
 
 def _publish(part: Path, folder: Path) -> None:

@@ -216,13 +216,12 @@ def _holds_something(file: Path) -> bool:
         return False
 
 
-def not_utf8(where: Place, error: Exception) -> UserError:
-    """The UserError of text that is not UTF-8; for local text files it names the file and the line."""
-    files = where.files.values() if isinstance(where, Files) else ()
-    lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
+def not_utf8(asked: str, error: Exception, path: Path | None = None) -> UserError:
+    """The UserError of text that is not UTF-8, in a record or in the text file ``path``, whose line it names."""
+    line = None if path is None else _undecodable_line(path)
     return UserError(
-        asked=f"{where.asked}: its text",
-        found=f"{next(lines, 'a record')}: {cause(error)}",
+        asked=f"{asked}: its text",
+        found=f"{f'{path}, line {line}' if line else 'a record'}: {cause(error)}",
         why="text is read as UTF-8",
         instead="convert the file (iconv -t utf-8), unpack it if it is packed, or leave it out",
     )

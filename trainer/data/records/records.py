@@ -1,7 +1,7 @@
 """Opens records, finds their columns and recognises their shape; only the first rows of files are read."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -12,7 +12,7 @@ from shardwright.data.records.files import Unreadable, rows_of
 from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, pick_splits, unreadable
 from shardwright.data.records.shapes import check_text, recognise_splits
 from shardwright.data.records.unreadable import Unread
-from shardwright.errors import a_type
+from shardwright.errors import UserError, a_type
 from shardwright.objectives.objective import RecordShape, text_shape
 
 LOOKED_AT = 100  # first rows of a split's files, which determine its columns
@@ -77,7 +77,24 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
         raise unreadable(where, error) from error
 
 
-def columns_of(where: HubDataset | HeldRecords, split: IterableDataset) -> dict[str, Any]:
+def load_records(where: HubDataset | HeldRecords) -> tuple[Mapping[str, Dataset], str]:
+    """As :func:`open_records`, of records that are stored here; raises UserError if they can't be."""
+    if isinstance(where, HubDataset):
+        try:
+            return datasets.load_dataset(where.name, where.configuration, revision=where.revision), where.name
+        except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
+            raise unreadable(where, error) from error
+    if not isinstance(where.records, Dataset):
+        raise UserError(
+            asked=f"rows of {where.asked} that are stored",
+            found="a stream, whose length shows where it ends",
+            why="all of it would have to be read first",
+            instead="streaming=True, or a Dataset",
+        )
+    return {"train": where.records}, where.identity
+
+
+def columns_of(where: HubDataset | HeldRecords, split: Dataset | IterableDataset) -> dict[str, Any]:
     """Column name -> feature, if need be by the first record; raises UserError if that can't be read."""
     try:
         if split.features:

@@ -4,6 +4,7 @@ Shape legend: T tokens of a sample.
 """
 
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,11 +106,14 @@ class Encoder:
         self.last_turns = options.train_on == "last"
         self.end = int(tokenizer.eos_token_id)
         self.stops = (options.stops & special_ids(tokenizer)) | {self.end}
-        self.template = Template(tokenizer, self.stops) if shape.is_chat else None
         self.tools: dict[str, list[str]] = {}  # in JSON → the names of their parts that the template does not read
         # the tokenizer's beginning of a prompt (Llama's <s>)
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
+
+    @functools.cached_property
+    def template(self) -> Template:
+        return Template(self.tokenizer, self.stops)
 
     def __call__(self, documents: Sequence[str]) -> list[tuple[int, Group]]:
         """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out.
@@ -188,15 +192,15 @@ class Encoder:
         label = self.shape.label
         if values[label] not in (0, 1):
             raise BadRecord(label, f"{values[label]!r:.80}, where an answer is a good one, true, or a bad one, false")
-        place = GOOD if values[label] else BAD
+        place = 1 if values[label] else 2
         texts, make = self._single(with_last(values) if "messages" in values else values, unread)
 
         def made(tokens: list[Tokens]) -> list[Group]:
             (sample,), *others = make(tokens)
             if others:
                 raise BadRecord(self.shape.required[-2], _SEVERAL, instead="--train_on last")
-            counts = {**sample.counts, f"{place} answers": 1}
-            return [(replace(sample, counts=counts, place=1 + (GOOD, BAD).index(place)),)]
+            counts = {**sample.counts, f"{(GOOD, BAD)[place - 1]} answers": 1}
+            return [(replace(sample, counts=counts, place=place),)]
 
         return texts, made
 
@@ -295,7 +299,7 @@ class Encoder:
         return self._chat(chat_of({**values, "prompt": prompt, "completion": completion}), unread)
 
     def _chat(self, chat: Chat, unread: Counter[str]) -> Draft:
-        template = self.template = self.template or Template(self.tokenizer, self.stops)
+        template = self.template
         unread.update(unread_of_contents(chat))
         chat = template.prepared(chat)
         if template.marked(chat):
