@@ -26,6 +26,7 @@ from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import LOOKED_AT
 from shardwright.data.rows.heldout_rows import (
+    HELDOUT,
     SAMPLE_CHARACTERS,
     TRAIN,
     first_documents,
@@ -210,11 +211,12 @@ def _stored_corpus(
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
-    train, *held = rows.values()
+    train = rows.pop(TRAIN)
+    sets = {name.removeprefix(HELDOUT).removeprefix("-"): own for name, own in rows.items()}
     notes = packing.notes(tally)
-    if held[0].fingerprint == train.fingerprint:
+    if next(iter(sets.values())).fingerprint == train.fingerprint:
         notes += ("the only text there is: it is trained on and evaluated on",)
-    return Corpus(train, _sets(options, held), tokenizer, notes, packing.options.date)
+    return Corpus(train, sets, tokenizer, notes, packing.options.date)
 
 
 def load_rows_of(
@@ -250,11 +252,10 @@ def _streamed_corpus(
         with quiet_scratch(root) as scratch:
             tokenizer = tokenizer_of_records(stream.shape, lambda: texts, template, key, vocab_size, root, scratch)
     packing = _packing(options, stream.shape, tokenizer)
-    held = [heldout_of_stream(each, packing.new_packer(), 1.0)[0] for each in stream.heldout.values()]
+    sets = {name: heldout_of_stream(own, packing.new_packer(), 1.0)[0] for name, own in stream.heldout.items()}
     left_out = frozenset[int]()
-    if not held:
-        heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
-        held = [heldout]
+    if not sets:
+        sets[""], left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
     first, length, _, *samples = packing.key
     # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
     key = [STREAM_FORMAT, first, length, packing.new_packer().columns, *samples]
@@ -262,8 +263,8 @@ def _streamed_corpus(
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
-    notes = packing.notes(Counter(held[0].tally) + counted(stream.unread.columns))
-    return Corpus(rows, _sets(options, held), tokenizer, notes, packing.options.date)
+    notes = packing.notes(Counter(next(iter(sets.values())).tally) + counted(stream.unread.columns))
+    return Corpus(rows, sets, tokenizer, notes, packing.options.date)
 
 
 def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
@@ -277,10 +278,6 @@ def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) 
         found = found.evaluated_on(others)
     check_samples(options, found.shape, tokenizer)
     return found
-
-
-def _sets(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    return dict(zip(options.eval_dataset or [""], held, strict=True))
 
 
 def _sample(documents: Dataset) -> Iterator[str]:

@@ -82,9 +82,8 @@ def expected_shape(job: Job) -> GenerationShape:
     A tokenizer that the run trains on them makes at most a token of each byte.
     """
     prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
-    if tokenizer is not None:
-        return shape_of(job, [len(prompt_tokens(prompt, tokenizer)[1]) for prompt in prompts])
-    return shape_of(job, [len(str(prompt).encode()) for prompt in prompts])
+    tokens = [str(each).encode() if tokenizer is None else prompt_tokens(each, tokenizer)[1] for each in prompts]
+    return shape_of(job, [len(each) for each in tokens])
 
 
 def shape_of(job: Job, lengths: Sequence[int]) -> GenerationShape:
