@@ -4,6 +4,7 @@ A resumed run has trained weights, so it reads the values that its first life wr
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -72,6 +73,19 @@ class ReferenceStep:
             found = self.guard.run(batch, lambda batch: {"values": self.trace(batch)})
             yield sharding.fetch(found["values"]).numpy()
 
+    def over(
+        self, rows: ColumnRows, batch: tuple[int, int, int], first: int, what: str, console: Console
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields (the number of the first row, the values) of each batch of ``rows`` from batch number ``first`` on.
+
+        ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
+        """
+        size, batches = batch[0], itertools.islice(heldout_batches(rows.plain, *batch), first, None)
+        shown = tracked(console, what, batches, -(-len(rows) // size) - first)
+        for number, values in enumerate(self(shown), start=first):
+            hosts().watchdog.progressed()
+            yield number * size, values[: len(rows) - number * size]
+
     def trace(self, batch: Tensors) -> torch.Tensor:
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
@@ -128,18 +142,15 @@ class Reference:
     ) -> None:
         """Compute the values of all rows with the ``placed`` weights; once ``stopped``, the rest stays NaN.
 
-        ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
+        ``batch`` is as :meth:`ReferenceStep.over` takes it.
         """
-        step, size = ReferenceStep(placed), batch[0]
+        step = ReferenceStep(placed)
         found = {name: np.full((len(rows), *self.shape), np.nan, np.float32) for name, rows in self.splits.items()}
         for name, rows in self.splits.items():
             rows.values = found[name]
         for name, rows in self.splits.items():
-            batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
-            for number, values in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
-                first = number * size
-                found[name][first : first + size] = values[: len(rows) - first]
-                hosts().watchdog.progressed()
+            for start, values in step.over(rows, batch, 0, f"reference, {name} rows", console):
+                found[name][start : start + len(values)] = values
                 if stopped():
                     return
 

@@ -9,7 +9,6 @@ Shape legend: S tokens in a row, W numbers at a position.
 import functools
 import gc
 import hashlib
-import itertools
 import os
 import shutil
 import time
@@ -22,7 +21,7 @@ import transformers
 from rich.console import Console
 
 from shardwright.data.corpus import Corpus
-from shardwright.data.rows.batches import as_batch, heldout_batches
+from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
@@ -34,7 +33,6 @@ from shardwright.files.folder import Folder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.labels import IGNORE, targets
-from shardwright.report.bars import tracked
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 from shardwright.step.build import place_model
@@ -174,18 +172,14 @@ class TaughtCorpus:
         part, count = self._part(rows), self.teacher.evaluation_rows
         first = min(hosts().gather(_done(part))) // count
         values = _mapped(part / _VALUES, rows, "r+")
-        batches = itertools.islice(heldout_batches(rows.plain, count, *share), first, None)
-        total = -(-len(rows) // count)
         saved = time.monotonic()
-        shown = tracked(console, f"teacher, {name} rows", batches, total - first)
-        for number, found in enumerate(step(shown), start=first):
-            own = np.arange(number * count, min(len(rows), (number + 1) * count))
-            scored = _scored(rows.plain.read(own))
-            values[rows.starts[own[0]] : rows.starts[own[-1] + 1]] = found[: len(own)][scored]
-            hosts().watchdog.progressed()
+        for start, found in step.over(rows, (count, *share), first, f"teacher, {name} rows", console):
+            end = start + len(found)
+            scored = _scored(rows.plain.read(np.arange(start, end)))
+            values[rows.starts[start] : rows.starts[end]] = found[scored]
             if time.monotonic() - saved > _SAVED_EVERY:
                 values.flush()
-                Folder(part).write(_DONE, str(int(own[-1]) + 1).encode())
+                Folder(part).write(_DONE, str(end).encode())
                 saved = time.monotonic()
         values.flush()
         _publish(part, self.folder(rows))

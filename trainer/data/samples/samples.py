@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix  # of any sequences
 from typing import Any
 
 import numpy as np
@@ -238,9 +239,8 @@ class Encoder:
     def _completion(self, prompt: str, completion: str) -> Draft:
         def make(tokens: list[Tokens]) -> list[Group]:
             asked, whole = tokens
-            pairs = zip(asked, whole, strict=False)
-            # the first token that differs from the prompt's own, even if it also holds the prompt's last letters
-            first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
+            # up to the first token that differs from the prompt's own, even if it also holds the prompt's last letters
+            first = len(commonprefix([asked, whole]))
             begin = self.begin if whole[:1] != self.begin else []
             end = [] if whole[-1:] == [self.end] else [self.end]
             sample = self._sample([*begin, *whole, *end], len(begin) + first)

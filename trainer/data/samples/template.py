@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix  # of any sequences
 from typing import Any
 
 import numpy as np
@@ -293,8 +294,7 @@ class Template:
         own = tokens[first : first + len(tail)]
         if own == tail:
             return first + len(tail), False
-        same = next((n for n, pair in enumerate(zip(own, tail, strict=False)) if pair[0] != pair[1]), len(own))
-        return first + same, length == len(beginning)
+        return first + len(commonprefix([own, tail])), length == len(beginning)
 
     def _beside(self, whole: Tokens, own: str) -> Tokens:
         """The tokens of ``own``; only what follows the last added token that it has in common with the whole is read.
