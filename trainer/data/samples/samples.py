@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix  # of any sequences
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from shardwright.data.samples.chat import ASSISTANT, ROLES, Chat, chat_of, past_
 from shardwright.data.samples.masks import masked
 from shardwright.data.samples.teacher_values import taught_values
 from shardwright.data.samples.template import Rendering, Template, Turn
-from shardwright.data.samples.tokens import Tokens, as_written
+from shardwright.data.samples.tokens import Tokens, as_written, in_common
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.errors import a_type
 from shardwright.models.ops.labels import IGNORE
@@ -240,7 +239,7 @@ class Encoder:
         def make(tokens: list[Tokens]) -> list[Group]:
             asked, whole = tokens
             # up to the first token that differs from the prompt's own, even if it also holds the prompt's last letters
-            first = len(commonprefix([asked, whole]))
+            first = in_common(asked, whole)
             begin = self.begin if whole[:1] != self.begin else []
             end = [] if whole[-1:] == [self.end] else [self.end]
             sample = self._sample([*begin, *whole, *end], len(begin) + first)

@@ -13,7 +13,6 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix  # of any sequences
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.chat import Chat, Message
 from shardwright.data.samples.template_forms import CLOSED, TemplateForms, marked, text_of
 from shardwright.data.samples.template_trial import try_template
-from shardwright.data.samples.tokens import Tokens, as_written
+from shardwright.data.samples.tokens import Tokens, as_written, in_common
 from shardwright.errors import UserError
 
 SHORT, SHORTS = 64, 1024  # characters of a text whose tokens are kept, and how many are: most ends of beginnings recur
@@ -294,7 +293,7 @@ class Template:
         own = tokens[first : first + len(tail)]
         if own == tail:
             return first + len(tail), False
-        return first + len(commonprefix([own, tail])), length == len(beginning)
+        return first + in_common(own, tail), length == len(beginning)
 
     def _beside(self, whole: Tokens, own: str) -> Tokens:
         """The tokens of ``own``; only what follows the last added token that it has in common with the whole is read.
