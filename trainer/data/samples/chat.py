@@ -100,7 +100,7 @@ def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, 
     are_texts = isinstance(values[answers[0]], str)
     if isinstance(values.get("prompt"), str if are_texts else list):
         return dict(values)
-    given = {name: values[name] if are_texts else _list(name, values[name]) for name in answers}
+    given: dict[str, Any] = {name: values[name] if are_texts else _list(name, values[name]) for name in answers}
     first, shortest = given[answers[0]], min(map(len, given.values()))
     same = (all(each == one for each in others) for one, *others in zip(*given.values(), strict=False))
     common = sum(itertools.takewhile(bool, same))
