@@ -119,7 +119,10 @@ def identity_of(model: str) -> list[object]:
 
 
 def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> None:
-    """Refuse records of ``shapes`` beside which no reference or teacher's values can be kept, or with two teachers'."""
+    """Refuse records of ``shapes`` beside which the values that the objective needs can't be kept, or are kept already.
+
+    Raises UserError.
+    """
     if len(shapes) > 1 and (args.entry.reference or args.entry.teacher):
         raise not_one_dataset(args)
     if args.entry.teacher is None:

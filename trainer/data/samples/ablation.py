@@ -51,7 +51,7 @@ class _Trial:
         return (part for part, mark in marks.items() if chr(mark) in letters or _NUMBERS + mark in numbers)
 
     def without_effect(self, left: Sequence[Part]) -> list[Part]:
-        """Those of ``left`` without which the text is the same, and such parts of the others."""
+        """The parts in ``left`` without which the text is the same; of each other part, such parts within it."""
         if not left:
             return []
         dropped, fields = {*left}, {part[:2] for part in left}
