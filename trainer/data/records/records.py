@@ -78,7 +78,7 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
 
 
 def load_records(where: HubDataset | HeldRecords) -> tuple[Mapping[str, Dataset], str]:
-    """Name → split that is stored here, and a name for all, as :func:`open_records`; raises UserError if it can't be."""
+    """Name → split, stored on this machine, and a name for all; raises UserError if they can't be had."""
     if isinstance(where, HubDataset):
         try:
             return datasets.load_dataset(where.name, where.configuration, revision=where.revision), where.name
