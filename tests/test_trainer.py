@@ -62,7 +62,7 @@ def corpus() -> Corpus:
         StoredRows(Dataset.from_dict({"input_ids": rows.tolist()}))
         for rows in (tokens()[:TRAIN_ROWS], tokens()[TRAIN_ROWS:])
     )
-    return Corpus(train, heldout, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1"))
+    return Corpus(train, {"": heldout}, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1"))
 
 
 def make_trainer(

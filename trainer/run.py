@@ -23,7 +23,6 @@ from shardwright.data.samples.prompts import read_prompts
 from shardwright.data.tokenizer import today
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.completions import show_completions
-from shardwright.evaluation.reference_rows import not_one_dataset
 from shardwright.evaluation.teacher import check_records, teacher_of
 from shardwright.evaluation.teacher_rows import taught
 from shardwright.files.folder import Folder
@@ -311,8 +310,6 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
         locate(evaluated, "eval_dataset")
     dataset = args.dataset if given.train is None else given.train
     shapes = shapes_of(dataset, args.reads)
-    if len(shapes) > 1 and args.entry.reference:
-        raise not_one_dataset(mixed=True)
     check_records(args, shapes)
     if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job

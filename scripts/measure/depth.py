@@ -49,7 +49,7 @@ def steps(job: dict[str, Any]) -> dict[str, float]:
     config = model_config(job)
     ids = torch.randint(0, config.vocab_size, (job["rows"], job["sequence_length"]))
     rows = StoredRows(datasets.Dataset.from_dict({"input_ids": ids.tolist()}))
-    corpus = Corpus(rows, rows, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())))
+    corpus = Corpus(rows, {"": rows}, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())))
     options = {
         "sequence_length": job["sequence_length"],
         "per_device_train_batch_size": job["rows"] // 8,

@@ -161,15 +161,16 @@ def stops_of(name: str) -> tuple[str, ...]:
 
 
 def ours(name: str, case: str, **options: Any) -> TrainedTexts:
-    """The outcome of the case as a run has it, with ``options`` of its :class:`Encoder`."""
+    """The outcome of the case as a run has it, with these :class:`SampleOptions`."""
     from shardwright.data.records.shapes import BadRecord
-    from shardwright.data.samples.samples import Encoder
+    from shardwright.data.samples.samples import Encoder, SampleOptions
     from shardwright.objectives.sft import SHAPES
 
     bad: list[BadRecord] = []
     tokenizer = tokenizer_of(name)
     stops = frozenset(tokenizer.convert_tokens_to_ids([*stops_of(name)]))
-    encoder = Encoder(tokenizer, SHAPES[0], Counter(), lambda _, found: bad.append(found), stops=stops, **options)
+    how = SampleOptions(stops=stops, **options)
+    encoder = Encoder(tokenizer, SHAPES[0], Counter(), lambda _, found: bad.append(found), how)
     record = {"messages": CASES[case], "tools": TOOLS if case in _WITH_TOOLS else None}
     made = encoder([str(SHAPES[0].document(record, typed=False))])
     if bad:

@@ -235,7 +235,11 @@ FINDINGS_OF_PAIRS: dict[str, list[tuple[dict[str, Any], set[str], str]]] = {
     "whole": [  # the prompt is what both begin with
         ({"chosen": [USER, *says("yes")], "rejected": [USER, *says("no")]}, set(), ""),
         ({"chosen": [USER, *says("yes")], "rejected": [USER, *says("yes")]}, {"bad row"}, "no answer that differs"),
-        ({"chosen": says("yes"), "rejected": [USER, *says("no")]}, {"bad row"}, "the first is not the first of"),
+        (
+            {"chosen": says("yes"), "rejected": [USER, *says("no")]},
+            {"bad row"},
+            "no common beginning",
+        ),
     ],
 }
 

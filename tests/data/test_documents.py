@@ -125,10 +125,10 @@ def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -
     environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = f"""if True:
         import pathlib
-        from shardwright.data.records.documents import find_documents
+        from shardwright.data.records.document_stream import find_stream
         from shardwright.objectives.objective import text_shape
         from shardwright.data.rows.heldout_rows import split_documents
-        documents = find_documents("someone/stories:default", [text_shape()])
+        documents = find_stream("someone/stories:default", [text_shape()], stored=True)
         splits = split_documents(documents, pathlib.Path({str(tmp_path)!r}), 0.05)
         print(documents.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
     first, second = (run_python(script, **environment).split() for _ in range(2))

@@ -92,7 +92,7 @@ def test_a_pair_of_which_an_answer_is_cut_off_whole_is_dropped_and_counted() -> 
         ({"chosen": "a", "rejected": "b"}, "column prompt"),
         ({"prompt": "p", "chosen": "a", "rejected": BAD}, "column chosen"),
         ({"prompt": "p", "chosen": "", "rejected": "b"}, "column chosen: nothing"),
-        ({"chosen": GOOD, "rejected": BAD}, "first is not the first of `rejected`"),
+        ({"chosen": GOOD, "rejected": BAD}, "column prompt: none, and the answers have no common beginning"),
         ({"chosen": ASKED + GOOD, "rejected": ASKED + GOOD}, "no answer that differs"),
     ],
 )

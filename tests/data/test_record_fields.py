@@ -329,3 +329,9 @@ def test_a_datasets_format_changes_no_row(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="with_transform"):
         loaded(tmp_path, records.with_transform(lambda batch: batch))
     assert Counter(note for note in plain.notes if "score (" in note).total() == 1
+
+
+def test_records_that_max_samples_leaves_out_are_not_read_nor_counted(tmp_path: Path) -> None:
+    records = [{"text": f"the story of number {i}", "source": "a book"} for i in range(200)]
+    corpus = loaded(tmp_path, str(write_records(tmp_path / "x.jsonl", records)), max_samples=60)
+    assert "not read: source (str, 60)" in corpus.notes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.samples.samples import Encoder, Sample
+from shardwright.data.samples.samples import Encoder, Sample, SampleOptions
 from shardwright.errors import UserError
 from shardwright.objectives.sft import SHAPES
 from tests.support.chats import (
@@ -48,7 +48,7 @@ def encode(
     """(tokenizer, sample, tally) of a record of the shape that its columns say; of several, the last sample."""
     shape = next(shape for shape in SHAPES if all(name in record for name in shape.required))
     tokenizer, tally = byte_tokenizer(template, eos), Counter[str]()
-    encoder = Encoder(tokenizer, shape, tally, raising, **options)
+    encoder = Encoder(tokenizer, shape, tally, raising, SampleOptions(**options))
     document = shape.document(record, typed)
     *_, (_, (sample,)) = encoder([document])
     return tokenizer, sample, tally
@@ -95,7 +95,7 @@ def test_a_turn_that_is_written_otherwise_once_the_chat_goes_on_is_a_sample_of_i
     template: str, before: str
 ) -> None:
     tally, tokenizer = Counter[str](), byte_tokenizer(template, "<|im_end|>")
-    groups = Encoder(tokenizer, SHAPES[0], tally, raising)([json.dumps({"messages": CHAT})])
+    groups = Encoder(tokenizer, SHAPES[0], tally, raising, SampleOptions())([json.dumps({"messages": CHAT})])
     for i, (number, (sample,)) in enumerate(groups):
         asked = tokenizer.apply_chat_template(CHAT[: 2 * i + 1], tokenize=False, add_generation_prompt=True)
         answer = f"{before}{CHAT[2 * i + 1]['content']}<|im_end|>"
@@ -187,7 +187,7 @@ def test_a_token_that_joins_prompt_and_completion_is_scored_and_counted() -> Non
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["? t"])
     tally = Counter[str]()
-    encoder = Encoder(tokenizer, SHAPE["prompt/completion"], tally, raising)
+    encoder = Encoder(tokenizer, SHAPE["prompt/completion"], tally, raising, SampleOptions())
     ((_, (sample,)),) = encoder([json.dumps({"prompt": "one? ", "completion": "two"})])
     assert scored_text(tokenizer, sample) == ["? two<end>"]
     assert tally["merged"] == 1

@@ -9,7 +9,6 @@ import fsspec
 import pytest
 
 from shardwright.data.records.document_stream import find_stream
-from shardwright.data.records.documents import find_documents
 from shardwright.data.records.record_sources import HubDataset, locate, pick_splits
 from shardwright.errors import UserError
 
@@ -26,19 +25,18 @@ def write_splits(folder: Path) -> str:
 
 def test_a_split_is_named_behind_the_dataset_and_what_is_held_out_follows(tmp_path: Path) -> None:
     folder = write_splits(tmp_path / "dataset")
-    documents = find_documents(f"{folder}#train_sft")
-    read = documents.read(tmp_path / "scratch")
-    assert {name: len(split) for name, split in read.items()} == {"train": 12, "heldout": 3}
-    assert {text.split()[0] for text in read["heldout"]["text"]} == {"test_sft"}
+    documents = find_stream(f"{folder}#train_sft")
+    heldout = documents.heldout[""].stored(tmp_path / "heldout")
+    assert (len(documents.stored(tmp_path / "train")), len(heldout)) == (12, 3)
+    assert {text.split()[0] for text in heldout["text"]} == {"test_sft"}
     stream = find_stream(f"{folder}#train_gen")
-    assert stream.heldout is not None
-    assert [text for _, text in stream.heldout.documents()] == ["test_gen 0", "test_gen 1"]
-    assert find_documents(f"{folder}#train_gen").fingerprint != documents.fingerprint
+    assert [text for _, text in stream.heldout[""].documents()] == ["test_gen 0", "test_gen 1"]
+    assert find_stream(f"{folder}#train_gen").fingerprint != documents.fingerprint
     assert locate("some/id@main:config#train_sft") == HubDataset(
         "--dataset some/id@main:config#train_sft", "some/id", "main", "config", "train_sft"
     )
     with pytest.raises(UserError, match="no file of that split"):
-        find_documents(f"{folder}#train_pft")
+        find_stream(f"{folder}#train_pft")
 
 
 def test_a_dataset_without_a_split_called_train_offers_those_that_it_has() -> None:
@@ -56,7 +54,7 @@ def test_files_in_a_bucket_are_copied_once_and_read_as_those_on_a_disk(tmp_path:
     for place, text in {"train.jsonl": '{"text": "one"}\n', "test/1.jsonl": '{"text": "two"}\n', "x.bin": "-"}.items():
         store.pipe_file(f"{root}/{place}", text.encode())
     assert locate(url).by_split() == {"test": ["test/1.jsonl"], "train": ["train.jsonl"]}
-    assert find_documents(f"{url}/train.jsonl").asked == f"--dataset {url}/train.jsonl"
+    assert find_stream(f"{url}/train.jsonl").asked == f"--dataset {url}/train.jsonl"
     (copy,) = locate(f"{url}/train.jsonl#train").files.values()
     assert copy.read_text() == '{"text": "one"}\n'
     store.pipe_file(f"{root}/out/../../1.jsonl", b"{}")

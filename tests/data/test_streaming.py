@@ -100,7 +100,7 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
         from shardwright.data.records.document_stream import find_stream
         from shardwright.objectives.objective import text_shape
         stream = find_stream("someone/stories:default", [text_shape()])
-        print(stream.identity, len(list(stream.documents())), len(list(stream.heldout.documents())), sep="|")
+        print(stream.identity, len(list(stream.documents())), len(list(stream.heldout[""].documents())), sep="|")
         print([text for key, text in stream.read(0, 197)])"""
     first, second = run_python(script, **environment).splitlines()
     assert first == f"someone/stories@{COMMIT}:default, text|200|100"

@@ -22,7 +22,7 @@ import trl
 from shardwright.data.records.fields import unread_columns, unread_of
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples import template_trial
-from shardwright.data.samples.samples import Encoder
+from shardwright.data.samples.samples import Encoder, SampleOptions
 from shardwright.errors import UserError
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.pairs import PAIRS
@@ -106,7 +106,7 @@ def encoder_of(template: str | None, shape: RecordShape) -> Encoder:
         raise bad
 
     tokenizer = byte_tokenizer(template and TEMPLATES[template], "<|im_end|>")
-    return Encoder(tokenizer, shape, Counter(), bad)
+    return Encoder(tokenizer, shape, Counter(), bad, SampleOptions())
 
 
 def made(encoder: Encoder, record: dict[str, Any]) -> tuple[Any, Counter[str]]:

@@ -29,7 +29,7 @@ def corpus(length: int = 16) -> Corpus:
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
     tokens = torch.randint(0, 256, (96, length), generator=torch.Generator().manual_seed(0))
     train, heldout = (StoredRows(Dataset.from_dict({"input_ids": t.tolist()})) for t in (tokens[:80], tokens[80:]))
-    return Corpus(train, heldout, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1"))
+    return Corpus(train, {"": heldout}, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1"))
 
 
 def run(output: Path, resume: Path | None = None) -> TrainingLoop:

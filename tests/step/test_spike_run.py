@@ -50,7 +50,7 @@ def one_odd_row() -> Corpus:
     given = corpus()
     tokenizer = given.tokenizer
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    return Corpus(StoredRows(Dataset.from_dict({"input_ids": usual + odd})), given.heldout, tokenizer)
+    return Corpus(StoredRows(Dataset.from_dict({"input_ids": usual + odd})), given.heldout_sets, tokenizer)
 
 
 def loop(output: Path, policy: str, said: io.StringIO | None = None, resume: Path | None = None, **more: Any) -> Any:

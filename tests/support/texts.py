@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
-from shardwright.data.records.documents import find_documents
+from shardwright.data.records.document_stream import find_stream
 from shardwright.data.rows.heldout_rows import split_documents
 from shardwright.objectives.objective import text_shape
 
@@ -91,7 +91,8 @@ def written(path: Path, content: bytes) -> Path:
 
 def documents_of(dataset: Path | str | None, scratch: Path, fraction: float = 0.05) -> dict[str, Dataset]:
     """``train`` and ``heldout`` documents of ``dataset``."""
-    return split_documents(find_documents(None if dataset is None else str(dataset), [text_shape()]), scratch, fraction)
+    found = find_stream(None if dataset is None else str(dataset), [text_shape()], stored=True)
+    return split_documents(found, scratch, fraction)
 
 
 def run_python(script: str, **environment: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.corpus import DataOptions, check_samples, check_special_names, first_texts
+from shardwright.data.corpus import DataOptions, check_samples, check_special_names
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
 from shardwright.data.records.fields import is_meant, unread_of
 from shardwright.data.records.shapes import BadRecord
@@ -49,6 +49,13 @@ SAID = {
     "earlier turn": "a turn before a chat's last: not trained on, by --train_on last",
     "duplicate": "the very tokens of an earlier sample",
     "held out too": "the very tokens of a sample that is trained on",
+}
+# in a sample's counts → the finding, and its details
+_COUNTED = {
+    "turns without stop": ("no stop token", "{turns without stop} of its {turns} turns"),
+    "merged": ("merged", ""),
+    "turns alone": ("turn alone", "turns: {turns alone}"),
+    "earlier turns": ("earlier turn", "turns: {earlier turns}"),
 }
 # finding of SAID → the reader's choice; of the others there is none
 DECIDE = {
@@ -138,12 +145,9 @@ class _Auditor:
         for name, count in sample.counts.items():
             if name.startswith("unknown role"):
                 self.note("unknown role", place, name.removeprefix("unknown role "))
-            elif name == "turns without stop" and count:
-                self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
-            elif name == "merged" and count:
-                self.note("merged", place)
-            elif choice := {"turns alone": "turn alone", "earlier turns": "earlier turn"}.get(name if count else ""):
-                self.note(choice, place, f"turns: {count}")
+            elif count and name in _COUNTED:
+                finding, words = _COUNTED[name]
+                self.note(finding, place, words.format_map(sample.counts))
         for name, _ in unread_of(sample.counts):
             self.note("lost" if is_meant(name) else "not read", place, name)
         self._keep(place, sample, kept)
@@ -206,8 +210,7 @@ class _Auditor:
             self.source.tally = packer.tally
             return packer.rows, DOCUMENTS_AT_ONCE * packer.groups
         tally = self.source.tally
-        parse = options.samples.split_special_tokens is False
-        encoder = Encoder(self.tokenizer, shape, tally, self.bad, train_on_prompt=True, parse=parse)
+        encoder = Encoder(self.tokenizer, shape, tally, self.bad, options.samples)
 
         def add(texts: list[str]) -> None:
             """Joined texts fill every row, and every token is scored."""
@@ -237,11 +240,11 @@ def audit(
     for name, heldout, share in asked:
         stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)
-        check_special_names(options, stream.shape, tokenizer, first_texts(stream))
+        check_special_names(options, stream, tokenizer)
         auditor.prefix = f"{name}: " if len(asked) > 1 else ""
         auditor.audit(stream, heldout, share, None if heldout else options.max_samples)
-        if stream.heldout is not None and not options.eval_dataset:
-            auditor.audit(stream.heldout, True, share, None)
+        for given in () if options.eval_dataset else stream.heldout.values():
+            auditor.audit(given, True, share, None)
         for column, count in stream.unread.columns.items():
             auditor.note(
                 "lost" if is_meant(column) else "not read", f"column {column}", f"in {count:,} records of {name}"

@@ -18,7 +18,7 @@ from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.corpus import load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.document_stream import DocumentStream
-from shardwright.data.rows.mixture import no_tokenizer, shapes_of
+from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.samples.samples import Sample
 from shardwright.errors import UserError
 from shardwright.files.asked_file import write_asked
@@ -43,8 +43,6 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     config = load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
     tokenizer = asked_tokenizer(args, config)
     shapes = shapes_of(args.dataset, args.reads)
-    if tokenizer is None and len(shapes) > 1:
-        raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):
         args = dataclasses.replace(args, isolate_documents=True)  # as a run does
     options = data_options(args, config)

@@ -3,16 +3,17 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardwright.data.samples.template_trial import try_template
 from shardwright.data.tokenizer import open_tokenizer, trained_tokenizer
 from shardwright.errors import UserError, in_short
+from shardwright.files.cache import digest
 from shardwright.files.hub_names import is_hub_name
 from shardwright.objectives.objective import RecordShape
 
@@ -69,28 +70,28 @@ def words_of(text: str) -> list[str]:
     return sorted({*re.findall(r"<\|\w+\|>", text)})
 
 
-@dataclass(frozen=True)
-class RecordTexts:
-    """Documents to train a tokenizer on: texts, or records, whose tokenizer gets a chat template."""
+def tokenizer_of_records(
+    shape: RecordShape,
+    documents: Callable[[], Iterable[str]],
+    template: str,
+    key: Sequence[Any],
+    vocab_size: int,
+    root: Path,
+    scratch: Path,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer trained on ``documents``, or the one that the cache ``root`` has under ``key``.
 
-    shape: RecordShape
-    template: str  # name or file
-    documents: Callable[[], Iterable[str]]
+    For records that are no texts it has the chat ``template``, a name or file, and its words as special tokens.
+    """
+    words = [] if shape.is_text else words_of(template_text(template))
 
-    @property
-    def special_words(self) -> list[str]:
-        """The tokenizer's special tokens beside its end-of-text token."""
-        return [] if self.shape.is_text else words_of(template_text(self.template))
+    def texts() -> Iterator[str]:
+        for document in documents():
+            yield document if shape.is_text else "\n".join(_strings(json.loads(document)))
 
-    def tokenizer(self, folder: Path, scratch: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-        """The tokenizer trained on the records' texts, by :func:`trained_tokenizer`."""
-        if self.shape.is_text:
-            return trained_tokenizer(folder, scratch, self.documents, vocab_size)
-        made = trained_tokenizer(folder, scratch, self._texts, vocab_size, self.special_words)
-        return with_chat_template(made, self.template)
-
-    def _texts(self) -> Iterator[str]:
-        return ("\n".join(_strings(json.loads(document))) for document in self.documents())
+    folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__, *words])
+    made = trained_tokenizer(folder, scratch, texts, vocab_size, words)
+    return made if shape.is_text else with_chat_template(made, template)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -9,30 +9,36 @@ Shape legend: S tokens in a row (``sequence_length``).
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import tokenizers
 import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.chat_template import DEFAULT, RecordTexts, template_note
+from shardwright.data.chat_template import DEFAULT, template_note, tokenizer_of_records
 from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
-from shardwright.data.records.documents import TRAIN, find_documents
 from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import LOOKED_AT
-from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
-from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, sized, sources_of
+from shardwright.data.rows.heldout_rows import (
+    HELDOUT,
+    SAMPLE_CHARACTERS,
+    TRAIN,
+    first_documents,
+    heldout_of_stream,
+    split_documents,
+)
+from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, quiet_scratch, write_rows
-from shardwright.data.samples.fitting import SampleOptions, SamplePacker
+from shardwright.data.samples.fitting import SamplePacker
+from shardwright.data.samples.samples import SampleOptions
 from shardwright.data.samples.tally import notes, unread_notes
 from shardwright.data.samples.template import Template
 from shardwright.data.tokenizer import (
@@ -86,7 +92,7 @@ class DataOptions:
 
     @property
     def reading(self) -> tuple[Sequence[RecordShape], str]:
-        """The shapes to recognise, and the policy for unreadable rows, as `find_documents` takes them."""
+        """The shapes to recognise, and the policy for unreadable rows, as `find_stream` takes them."""
         return self.reads, self.samples.on_bad_row
 
     def makes_samples(self, shape: RecordShape) -> bool:
@@ -102,21 +108,20 @@ class Corpus:
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` tell
     a person what was recognised and what became of it.
 
-    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them. ``date`` is the one that a
-    chat template wrote into them, if it writes any.
+    ``heldout_sets`` have the held-out rows by the names of their sets; an only one's is empty. ``date`` is the one that
+    a chat template wrote into them, if it writes any.
     """
 
     train: Rows
-    heldout: StoredRows
+    heldout_sets: Mapping[str, StoredRows]
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
-    named: Mapping[str, StoredRows] = field(default_factory=dict)
     date: str | None = None
 
     @property
-    def heldout_sets(self) -> Mapping[str, StoredRows]:
-        """Set name → held-out rows; the name of an only set is empty."""
-        return self.named or {"": self.heldout}
+    def heldout(self) -> StoredRows:
+        """The first set."""
+        return next(iter(self.heldout_sets.values()))
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -161,7 +166,9 @@ def load_corpus(
     check_tokenizer(tokenizer, vocab_size)
     sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
-    options = replace(options, date=options.date or today())  # all sources have the same
+    # all sources have the same date, and a tokenizer that is trained on chats needs a template
+    template = options.chat_template or (DEFAULT if tokenizer is None else None)
+    options = replace(options, date=options.date or today(), chat_template=template)
     if len(sources) == 1:
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
@@ -171,40 +178,32 @@ def load_corpus(
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
     ]
     rows = [corpus.train for corpus in corpora]
-    train = MixedRows(rows, [source.share or 0 for source in sized(sources, rows)])
-    held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
-    heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
+    train = MixedRows(rows, shares_of(sources, rows))
+    sets = corpora[0].heldout_sets
+    if not options.eval_dataset:
+        sets = {"": StoredRows(datasets.concatenate_datasets([corpus.heldout.dataset for corpus in corpora]))}
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
-    return Corpus(train, heldout, tokenizer, notes, corpora[0].named, corpora[0].date)
+    return Corpus(train, sets, tokenizer, notes, corpora[0].date)
 
 
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    documents = find_documents(options.dataset, *options.reading)
-    others = {name: find_documents(each, *options.reading) for name, each in options.eval_dataset.items()}
-    if options.max_samples is not None:
-        documents = documents.first(options.max_samples)
-    if others:
-        documents = documents.evaluated_on(others)
-    check_samples(options, documents.shape, tokenizer)
+    documents = _documents(options, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with quiet_scratch(root) as scratch:
 
         @functools.cache  # the documents are read once, and only if something is not in the cache
         def split() -> dict[str, Dataset]:
-            splits = split_documents(documents, scratch / "documents", options.heldout_fraction)
-            first = splits[TRAIN].take(min(LOOKED_AT, len(splits[TRAIN])))
-            check_special_names(options, documents.shape, tokenizer, first["text"])
-            return splits
+            check_special_names(options, documents, tokenizer)
+            return split_documents(documents, scratch, options.heldout_fraction)
 
         if tokenizer is None:
-            options = replace(options, chat_template=options.chat_template or DEFAULT)
-            of = RecordTexts(documents.shape, str(options.chat_template), lambda: _sample(split()[TRAIN]))
-            folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__, *of.special_words])
-            tokenizer = of.tokenizer(folder, scratch, vocab_size)
-        options = _dated(options, tokenizer)
-        packing = _Packing(options, documents.shape, tokenizer)
+            template = str(options.chat_template)
+            tokenizer = tokenizer_of_records(
+                documents.shape, lambda: _sample(split()[TRAIN]), template, key, vocab_size, root, scratch
+            )
+        packing = _packing(options, documents.shape, tokenizer)
         rows = cached(
             root / "rows" / digest([*key, *packing.key]),
             scratch,
@@ -212,11 +211,12 @@ def _stored_corpus(
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
-    train, *held = rows.values()
+    train = rows.pop(TRAIN)
+    sets = {name.removeprefix(HELDOUT).removeprefix("-"): own for name, own in rows.items()}
     notes = packing.notes(tally)
-    if held[0].fingerprint == train.fingerprint:
+    if next(iter(sets.values())).fingerprint == train.fingerprint:
         notes += ("the only text there is: it is trained on and evaluated on",)
-    return Corpus(train, held[0], tokenizer, notes, _named(options, held), options.date)
+    return Corpus(train, sets, tokenizer, notes, packing.options.date)
 
 
 def load_rows_of(
@@ -227,16 +227,14 @@ def load_rows_of(
     ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
-    options = _dated(options, tokenizer)
-    documents = find_documents(dataset, *options.reading)
+    documents = find_stream(dataset, *options.reading, stored=True)
     check_samples(options, documents.shape, tokenizer)
-    packing, root = _Packing(options, documents.shape, tokenizer), cache_root(None)
+    packing, root = _packing(options, documents.shape, tokenizer), cache_root()
     folder = root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing.key])
     with quiet_scratch(root) as scratch:
 
         def build(folder: Path) -> None:
-            all_of_it = {"test": documents.read(scratch / "documents")[TRAIN]}
-            write_rows(all_of_it, folder, packing.new_packer, documents)
+            write_rows({"test": documents.stored(scratch / "documents")}, folder, packing.new_packer, documents)
 
         return cached(folder, scratch, build=build, load=load_rows)["test"]
 
@@ -245,26 +243,19 @@ def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Rows of a stream. Nothing is written but a tokenizer trained on it."""
-    stream = find_stream(options.dataset, *options.reading)
-    if options.max_samples is not None:
-        stream = stream.first(options.max_samples)
-    sets = [stream.evaluated_on(find_stream(each, *options.reading)) for each in options.eval_dataset.values()]
-    if sets:
-        stream = replace(sets[0], identity="; ".join(each.identity for each in sets))
-    check_samples(options, stream.shape, tokenizer)
-    check_special_names(options, stream.shape, tokenizer, first_texts(stream))
+    stream = _documents(options, tokenizer)
+    check_special_names(options, stream, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
-        options = replace(options, chat_template=options.chat_template or DEFAULT)
         texts = (text for _, text, held in first_documents(stream, fraction) if not held)
-        of, key = RecordTexts(stream.shape, str(options.chat_template), lambda: texts), [CACHE_FORMAT, stream.identity]
-        folder = root / "tokenizers" / digest([*key, fraction, vocab_size, "stream", *of.special_words])
+        key, template = [CACHE_FORMAT, "stream", stream.identity, fraction], str(options.chat_template)
         with quiet_scratch(root) as scratch:
-            tokenizer = of.tokenizer(folder, scratch, vocab_size)
-    options = _dated(options, tokenizer)
-    packing = _Packing(options, stream.shape, tokenizer)
-    heldout, left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
-    held = [heldout, *(heldout_of_stream(each, packing.new_packer(), 0.0)[0] for each in sets[1:])]
+            tokenizer = tokenizer_of_records(stream.shape, lambda: texts, template, key, vocab_size, root, scratch)
+    packing = _packing(options, stream.shape, tokenizer)
+    sets = {name: heldout_of_stream(own, packing.new_packer(), 1.0)[0] for name, own in stream.heldout.items()}
+    left_out = frozenset[int]()
+    if not sets:
+        sets[""], left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
     first, length, _, *samples = packing.key
     # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
     key = [STREAM_FORMAT, first, length, packing.new_packer().columns, *samples]
@@ -272,18 +263,21 @@ def _streamed_corpus(
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
-    notes = packing.notes(Counter(heldout.tally) + counted(stream.unread.columns))
-    return Corpus(rows, heldout, tokenizer, notes, _named(options, held), options.date)
+    notes = packing.notes(Counter(next(iter(sets.values())).tally) + counted(stream.unread.columns))
+    return Corpus(rows, sets, tokenizer, notes, packing.options.date)
 
 
-def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
-
-
-def _dated(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
-    """``options`` whose date the tokenizer's chat templates write from now on; without one if they write none."""
-    date = options.date or today()
-    return replace(options, date=date if fix_date(tokenizer, date) else None)
+def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
+    """The documents to train on and to evaluate; raises UserError for those that no rows can be made of."""
+    find = functools.partial(find_stream, reads=options.reads, on_bad_row=options.samples.on_bad_row)
+    found = find(options.dataset, stored=not options.streaming)
+    others = {name: find(each, stored=not options.streaming) for name, each in options.eval_dataset.items()}
+    if options.max_samples is not None:
+        found = found.first(options.max_samples)
+    if others:
+        found = found.evaluated_on(others)
+    check_samples(options, found.shape, tokenizer)
+    return found
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
@@ -351,6 +345,12 @@ class _Packing:
         return *words, *notes(self.shape, tally, self.options.sequence_length)
 
 
+def _packing(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> _Packing:
+    """The packing, whose date the tokenizer's chat templates write from now on; it has none if they write none."""
+    date = options.date or today()
+    return _Packing(replace(options, date=date if fix_date(tokenizer, date) else None), shape, tokenizer)
+
+
 def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuse samples that can't be made, when no more than their columns has been read."""
     if not options.makes_samples(shape):
@@ -373,21 +373,17 @@ def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTraine
         Template(tokenizer, frozenset())
 
 
-def first_texts(stream: DocumentStream) -> Iterator[str | None]:
-    return (text for _, text in itertools.islice(stream.documents(), LOOKED_AT))
-
-
 def check_special_names(
-    options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str | None]
+    options: DataOptions, stream: DocumentStream, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Refuse texts of which most hold a special token's name, unless the options say what it shall be."""
-    if tokenizer is None or not shape.is_text or options.samples.split_special_tokens is not None:
+    if tokenizer is None or not stream.shape.is_text or options.samples.split_special_tokens is not None:
         return
-    filled = [text for text in texts if text and has_text(text)]
+    filled = [text for _, text in itertools.islice(stream.documents(), LOOKED_AT) if text and has_text(text)]
     found = [match for text in filled if (match := special_name(tokenizer, text))]
     if 2 * len(found) > len(filled):
         raise UserError(
-            asked=f"{options.dataset}: the texts in its column {shape.required[0]!r}",
+            asked=f"{options.dataset}: the texts in its column {stream.shape.required[0]!r}",
             found=f"{len(found)} of the first {len(filled)} hold the name of a special token, such as {found[0]!r}",
             why="they may be chats that a template wrote, or texts about tokens, in which names are letters",
             instead="--split_special_tokens false, where each name shall be that token; --split_special_tokens true, "

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.chat_template import with_chat_template
 from shardwright.data.corpus import DataOptions
-from shardwright.data.samples.fitting import SampleOptions
+from shardwright.data.samples.samples import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
 from shardwright.files.hub_names import split
 from shardwright.model.meta_model import model_path

@@ -44,9 +44,8 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         log_samples=False,
     )
     results["config"] |= {"model": options.model, "recipe": lm.job.recipe.name, "mesh": lm.job.plan.mesh}
-    console.print(make_table(results), markup=False, highlight=False, soft_wrap=True)
-    if "groups" in results:
-        console.print(make_table(results, "groups"), markup=False, highlight=False, soft_wrap=True)
+    for table in ("results", *(["groups"] if "groups" in results else [])):
+        console.print(make_table(results, table), markup=False, highlight=False, soft_wrap=True)
     shapes = ", ".join(f"{rows} × {length}" for rows, length in sorted(lm.score.guards))
     say(console, f"compiled {lm.score.compiles} times to score rows × tokens of {shapes or 'no shape'}")
     for (shape, _), generator in lm.generators.items():

@@ -64,26 +64,26 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
 
 def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None) -> tuple[str, str | None]:
     """The plain weights' hub id or folder, and the adapter's folder, if there is one."""
+    if saved is not None:
+        if options.adapter is not None:
+            raise UserError(
+                asked=f"--model {options.model} with --adapter {options.adapter}",
+                found="a run's checkpoint",
+                why="a checkpoint is measured as it is: with its own adapter, or whole",
+                instead="--model with a folder in the hub's format, such as the run's model/, and --adapter",
+            )
+        return _saved_base(saved), options.model if saved.has_adapter else None
     folder = Path(options.model)
-    if saved is None and os.path.isfile(folder / CONFIG) and not any(folder.glob("model*.safetensors")):
+    if os.path.isfile(folder / CONFIG) and not any(folder.glob("model*.safetensors")):
         return _named_base(options.model), options.adapter or options.model
-    if saved is not None and options.adapter is not None:
-        raise UserError(
-            asked=f"--model {options.model} with --adapter {options.adapter}",
-            found="a run's checkpoint",
-            why="a checkpoint is measured as it is: with its own adapter, or whole",
-            instead="--model with a folder in the hub's format, such as the run's model/, and --adapter",
-        )
-    if saved is not None and saved.has_adapter:
-        return _saved_base(saved), options.model
-    if saved is None and not means_weights(options.model, from_scratch=False):
+    if not means_weights(options.model, from_scratch=False):
         raise UserError(
             asked=f"--model {options.model}",
             found="no weights there",
             why="a model without them measures nothing",
             instead="a folder with safetensors files, a run's model/ or checkpoint-N, or a hub id",
         )
-    return options.model if saved is None else _saved_base(saved, needed=False), options.adapter
+    return options.model, options.adapter
 
 
 def _named_base(folder: str) -> str:
@@ -105,10 +105,10 @@ def _named_base(folder: str) -> str:
     return f"{base}@{revision}" if revision and is_hub_name(base) else base
 
 
-def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
+def _saved_base(saved: RunCheckpoint) -> str:
     """The weights that a checkpoint's run started from, which hold the frozen part."""
     base = saved.arguments.get("model") or ""
-    if needed and not means_weights(base, saved.arguments.get("from_scratch", False)):
+    if saved.has_adapter and not means_weights(base, saved.arguments.get("from_scratch", False)):
         raise UserError(
             asked=f"--model {saved.folder}",
             found=f"an adapter's checkpoint, of a run whose --model was {base or 'not given'}",

@@ -13,7 +13,6 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.data.from_arguments import asked_tokenizer, stop_tokens
 from shardwright.data.samples.prompts import prompt_tokens, read_prompts
-from shardwright.errors import UserError
 from shardwright.evaluation.decoders import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, check_positions
 from shardwright.files.folder import Folder, StorageError
@@ -35,19 +34,12 @@ class Samples:
     def __init__(
         self,
         job: Job,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase,
         folder: Folder,
         console: Console,
         resume: RunCheckpoint | None,
     ) -> None:
         args = job.args
-        if tokenizer is None:
-            raise UserError(
-                asked=f"--sample_prompts {args.sample_prompts}",
-                found="no tokenizer: the dataset is tokens already",
-                why="prompts are text",
-                instead="--tokenizer",
-            )
         self.job, self.tokenizer, self.folder, self.console = job, tokenizer, folder, console
         read = [prompt_tokens(prompt, tokenizer) for prompt in read_prompts(str(args.sample_prompts))]
         self.texts, self.prompts = [text for text, _ in read], [tokens for _, tokens in read]
@@ -90,9 +82,8 @@ def expected_shape(job: Job) -> GenerationShape:
     A tokenizer that the run trains on them makes at most a token of each byte.
     """
     prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
-    if tokenizer is not None:
-        return shape_of(job, [len(prompt_tokens(prompt, tokenizer)[1]) for prompt in prompts])
-    return shape_of(job, [len(str(prompt).encode()) for prompt in prompts])
+    tokens = [str(each).encode() if tokenizer is None else prompt_tokens(each, tokenizer)[1] for each in prompts]
+    return shape_of(job, [len(each) for each in tokens])
 
 
 def shape_of(job: Job, lengths: Sequence[int]) -> GenerationShape:

@@ -4,8 +4,8 @@ A resumed run has trained weights, so it reads the values that its first life wr
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -17,10 +17,9 @@ from safetensors.numpy import load, save
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import heldout_batches
-from shardwright.data.rows.mixture import MixedRows
-from shardwright.data.rows.packing import Columns
-from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
+from shardwright.evaluation.column_rows import ColumnRows, with_column
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ShardingPlan
@@ -74,6 +73,19 @@ class ReferenceStep:
             found = self.guard.run(batch, lambda batch: {"values": self.trace(batch)})
             yield sharding.fetch(found["values"]).numpy()
 
+    def over(
+        self, rows: ColumnRows, batch: tuple[int, int, int], first: int, what: str, console: Console
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields (the number of the first row, the values) of each batch of ``rows`` from batch number ``first`` on.
+
+        ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
+        """
+        size, batches = batch[0], itertools.islice(heldout_batches(rows.plain, *batch), first, None)
+        shown = tracked(console, what, batches, -(-len(rows) // size) - first)
+        for number, values in enumerate(self(shown), start=first):
+            hosts().watchdog.progressed()
+            yield number * size, values[: len(rows) - number * size]
+
     def trace(self, batch: Tensors) -> torch.Tensor:
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
@@ -115,40 +127,11 @@ def _lengths(name: str, parameters: Tensors, plan: ShardingPlan | None) -> torch
     return torch.stack(found) if is_stacked(name) else found[0]
 
 
-class ReferredRows(StoredRows):
-    """Stored rows with one more ``column``, the starting weights' values; their fingerprint leaves it out.
-
-    Attributes:
-        values: that column, float32 [rows, ...]; None until it is known.
-    """
-
-    def __init__(self, rows: StoredRows, column: str) -> None:
-        super().__init__(rows.dataset, rows.tally)
-        self.plain, self.column = rows, column
-        self.values: np.ndarray | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        return self.plain.fingerprint
-
-    def read(self, numbers: np.ndarray) -> Columns:
-        assert self.values is not None, "what the starting weights say is not known yet"
-        return {**super().read(numbers), self.column: self.values[numbers]}
-
-
 class Reference:
-    """The rows of a run, to train on and by the names of evaluated sets, with the starting weights' values.
+    """The starting weights' values of a run's rows, each of ``shape``: the column of the rows of each split."""
 
-    Raises UserError if the rows are not stored.
-    """
-
-    def __init__(self, train: Rows, sets: Mapping[str, StoredRows], objective: Objective) -> None:
-        if not isinstance(train, StoredRows):
-            raise not_one_dataset(mixed=isinstance(train, MixedRows))
-        column = str(objective.reference)
-        self.shape, self.train = objective.columns[column], ReferredRows(train, column)
-        self.sets = {name: ReferredRows(rows, column) for name, rows in sets.items()}
-        self.splits = {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
+    def __init__(self, splits: Mapping[str, ColumnRows], shape: tuple[int, ...]) -> None:
+        self.splits, self.shape = splits, shape
 
     @property
     def known(self) -> bool:
@@ -159,18 +142,15 @@ class Reference:
     ) -> None:
         """Compute the values of all rows with the ``placed`` weights; once ``stopped``, the rest stays NaN.
 
-        ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
+        ``batch`` is as :meth:`ReferenceStep.over` takes it.
         """
-        step, size = ReferenceStep(placed), batch[0]
+        step = ReferenceStep(placed)
         found = {name: np.full((len(rows), *self.shape), np.nan, np.float32) for name, rows in self.splits.items()}
         for name, rows in self.splits.items():
             rows.values = found[name]
         for name, rows in self.splits.items():
-            batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
-            for number, values in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
-                first = number * size
-                found[name][first : first + size] = values[: len(rows) - first]
-                hosts().watchdog.progressed()
+            for start, values in step.over(rows, batch, 0, f"reference, {name} rows", console):
+                found[name][start : start + len(values)] = values
                 if stopped():
                     return
 
@@ -211,29 +191,12 @@ class Reference:
         return ""
 
 
-def not_one_dataset(*, mixed: bool) -> UserError:
-    """The error of rows beside which no reference values can be kept: those of a mixture, or of a stream."""
-    return UserError(
-        asked="an objective that compares with the starting weights",
-        found="a mixture of datasets" if mixed else "rows that are made as training goes on",
-        why="what the starting weights say of each row is computed before the first step, and kept beside the rows of "
-        "one dataset",
-        instead=f"{'a single dataset' if mixed else 'no --streaming'}; or --objective orpo or simpo, which compare "
-        "with nothing",
-    )
-
-
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
-    """``corpus`` with the reference columns that the objective needs, its held-out sets cut to the evaluated rows.
-
-    Raises as :class:`Reference`.
-    """
-    if args.goal.reference is None:
+    """``corpus`` with the reference column that the objective needs; raises as :func:`with_column`."""
+    if (column := args.goal.reference) is None:
         return corpus, None
-    sets = {name: rows.spread(args.max_eval_rows) for name, rows in corpus.heldout_sets.items()}
-    found = Reference(corpus.train, sets, args.goal)
-    heldout = next(iter(found.sets.values()))
-    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
+    made, splits = with_column(corpus, args, lambda rows: ColumnRows(rows, column))
+    return made, Reference(splits, args.goal.columns[column])
 
 
 def check_sets(args: TrainingArguments, sets: Mapping[str, StoredRows] | None) -> None:

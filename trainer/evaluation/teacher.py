@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
 from shardwright.errors import UserError
+from shardwright.evaluation.column_rows import not_one_dataset
 from shardwright.files.hub_names import is_hub_name
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO
@@ -118,14 +119,14 @@ def identity_of(model: str) -> list[object]:
 
 
 def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> None:
-    """Refuse records of ``shapes`` that the objective's teacher can't be learned from: there must be one, and one only.
+    """Refuse records of ``shapes`` beside which the values that the objective needs can't be kept, or are kept already.
 
     Raises UserError.
     """
+    if len(shapes) > 1 and (args.entry.reference or args.entry.teacher):
+        raise not_one_dataset(args)
     if args.entry.teacher is None:
         return
-    if len(shapes) > 1:
-        raise not_one_dataset()
     given = IDS in shapes[0].required
     if given is not (args.teacher is not None):
         return
@@ -136,13 +137,4 @@ def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> Non
         instead=f"no --teacher, or records without {IDS} and {LOGPS}"
         if given
         else f"--teacher with a hub id or a folder, or records with {IDS} and {LOGPS} too",
-    )
-
-
-def not_one_dataset() -> UserError:
-    return UserError(
-        asked="an objective that learns from a teacher",
-        found="a mixture of datasets",
-        why="what the teacher says of each row is kept beside the rows of one dataset",
-        instead="a single dataset",
     )

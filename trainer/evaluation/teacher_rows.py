@@ -9,13 +9,10 @@ Shape legend: S tokens in a row, W numbers at a position.
 import functools
 import gc
 import hashlib
-import itertools
-import json
 import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,17 +21,18 @@ import transformers
 from rich.console import Console
 
 from shardwright.data.corpus import Corpus
-from shardwright.data.rows.batches import as_batch, heldout_batches
+from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
+from shardwright.evaluation.column_rows import ColumnRows, with_column
 from shardwright.evaluation.reference_rows import ReferenceStep
-from shardwright.evaluation.teacher import VALUES_FORMAT, identity_of, not_one_dataset, vocabulary_of
+from shardwright.evaluation.teacher import VALUES_FORMAT, identity_of, vocabulary_of
 from shardwright.files.cache import cache_root, digest, is_whole, publish
+from shardwright.files.folder import Folder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.labels import IGNORE, targets
-from shardwright.report.bars import tracked
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 from shardwright.step.build import place_model
@@ -49,8 +47,8 @@ _VALUES, _DONE = "values.f32", "done.json"
 _SAVED_EVERY = 20.0  # seconds between places from which a stopped pass goes on
 
 
-class TaughtRows(StoredRows):
-    """Stored rows with one more ``column`` [rows, S, W], the teacher's values; their fingerprint leaves it out.
+class TaughtRows(ColumnRows):
+    """Rows whose ``column`` [rows, S, W] has the teacher's values.
 
     Attributes:
         starts: the number of scored targets before each row, and of all, int64 [rows + 1].
@@ -59,19 +57,14 @@ class TaughtRows(StoredRows):
     """
 
     def __init__(self, rows: StoredRows, column: str, wide: int) -> None:
-        super().__init__(rows.dataset, rows.tally)
-        self.plain, self.column, self.wide = rows, column, wide
-        self.values: np.ndarray | None = None
+        super().__init__(rows, column)
+        self.wide = wide
         counts, content = [np.zeros(1, dtype=np.int64)], hashlib.blake2b(digest_size=16)
         for columns in rows.rows_to_count():
             counts.append(_scored(columns).sum(-1))
             for name, values in sorted(columns.items()):
                 content.update(name.encode() + np.ascontiguousarray(values, dtype="<i4").tobytes())
         self.starts, self.content = np.concatenate(counts).cumsum(), content.hexdigest()
-
-    @property
-    def fingerprint(self) -> str:
-        return self.plain.fingerprint
 
     @property
     def targets(self) -> int:
@@ -82,14 +75,12 @@ class TaughtRows(StoredRows):
     def bytes(self) -> int:
         return 4 * self.targets * self.wide
 
-    def read(self, numbers: np.ndarray) -> Columns:
-        assert self.values is not None, "what the teacher says is not known yet"
-        columns = super().read(numbers)
+    def _column(self, values: np.ndarray, numbers: np.ndarray, columns: Columns) -> np.ndarray:
         scored = _scored(columns)
         made = np.zeros((*scored.shape, self.wide), dtype=np.float32)
         for row, number in enumerate(numbers):
-            made[row, scored[row]] = self.values[self.starts[number] : self.starts[number + 1]]
-        return {**columns, self.column: made}
+            made[row, scored[row]] = values[self.starts[number] : self.starts[number + 1]]
+        return made
 
 
 def _scored(columns: Columns) -> np.ndarray:
@@ -100,19 +91,15 @@ def _scored(columns: Columns) -> np.ndarray:
 class TaughtCorpus:
     """The rows of a run, to train on and of evaluated sets, with the values of the ``teacher``'s job.
 
-    Raises UserError if they are not those of one stored dataset.
+    Raises as :func:`with_column`.
     """
 
     def __init__(self, corpus: Corpus, student: Job, teacher: Job) -> None:
-        if not isinstance(corpus.train, StoredRows):
-            raise not_one_dataset()
         args, column = student.args, str(student.args.goal.teacher)
         make = functools.partial(TaughtRows, column=column, wide=args.goal.columns[column][-1])
         self.teacher, self.column, self.words = teacher, column, vocabulary_of(student, teacher)
-        self.train = make(corpus.train)
-        self.sets = {name: make(rows.spread(args.max_eval_rows)) for name, rows in corpus.heldout_sets.items()}
-        self.splits = {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
-        self.root = cache_root() / "teachers"
+        self.corpus, self.splits = with_column(corpus, args, make)
+        self.train, self.root = self.splits["train"], cache_root() / "teachers"
 
     def folder(self, rows: TaughtRows) -> Path:
         """The folder of the values of ``rows``, under a name of all that they depend on."""
@@ -185,18 +172,14 @@ class TaughtCorpus:
         part, count = self._part(rows), self.teacher.evaluation_rows
         first = min(hosts().gather(_done(part))) // count
         values = _mapped(part / _VALUES, rows, "r+")
-        batches = itertools.islice(heldout_batches(rows.plain, count, *share), first, None)
-        total = -(-len(rows) // count)
         saved = time.monotonic()
-        shown = tracked(console, f"teacher, {name} rows", batches, total - first)
-        for number, found in enumerate(step(shown), start=first):
-            own = np.arange(number * count, min(len(rows), (number + 1) * count))
-            scored = _scored(rows.plain.read(own))
-            values[rows.starts[own[0]] : rows.starts[own[-1] + 1]] = found[: len(own)][scored]
-            hosts().watchdog.progressed()
+        for start, found in step.over(rows, (count, *share), first, f"teacher, {name} rows", console):
+            end = start + len(found)
+            scored = _scored(rows.plain.read(np.arange(start, end)))
+            values[rows.starts[start] : rows.starts[end]] = found[scored]
             if time.monotonic() - saved > _SAVED_EVERY:
                 values.flush()
-                _save(part, int(own[-1]) + 1)
+                Folder(part).write(_DONE, str(end).encode())
                 saved = time.monotonic()
         values.flush()
         _publish(part, self.folder(rows))
@@ -209,15 +192,9 @@ def _mapped(file: Path, rows: TaughtRows, mode: Literal["r", "r+"]) -> np.memmap
 def _done(part: Path) -> int:
     """The rows whose values are in ``part`` for sure."""
     try:
-        return int(json.loads((part / _DONE).read_text()))
-    except (OSError, ValueError, TypeError):
+        return int((part / _DONE).read_text())
+    except (OSError, ValueError):
         return 0
-
-
-def _save(part: Path, rows: int) -> None:
-    fresh = part / f"{_DONE}.new"
-    fresh.write_text(json.dumps(rows))
-    os.replace(fresh, part / _DONE)
 
 
 def _publish(part: Path, folder: Path) -> None:
@@ -227,27 +204,12 @@ def _publish(part: Path, folder: Path) -> None:
 
 
 def taught(corpus: Corpus, job: Job, teacher: Job | None, console: Console) -> Corpus:
-    """``corpus`` with what ``teacher`` says of its rows, its held-out sets cut to the evaluated ones.
+    """``corpus`` with what ``teacher`` says of its rows; None: the rows hold it already, or nobody asks for it.
 
-    Raises UserError if the objective needs a teacher and neither it nor the rows have one, or as :class:`TaughtCorpus`.
+    Raises UserError as :class:`TaughtCorpus`.
     """
-    if (column := job.args.goal.teacher) is None:
-        return corpus
     if teacher is None:
-        _check_given(corpus, column)
         return corpus
     found = TaughtCorpus(corpus, job, teacher)
     found.learn(console)
-    heldout = next(iter(found.sets.values()))
-    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {})
-
-
-def _check_given(corpus: Corpus, column: str) -> None:
-    for rows in (corpus.train, *corpus.heldout_sets.values()):
-        if not isinstance(rows, StoredRows) or column not in rows.dataset.column_names:
-            raise UserError(
-                asked="to learn what a teacher says of rows",
-                found="rows that hold nothing of it, and no --teacher",
-                why="records of --dataset and --eval_dataset hold it, or a teacher is asked",
-                instead="--teacher with a hub id or a folder; or records with teacher_ids and teacher_logprobs",
-            )
+    return found.corpus

@@ -21,7 +21,7 @@ _FILES = "files"  # in the cache's folder, whose own files lie beside it
 
 
 @functools.cache  # a run reads what lay there when it began
-def copied(url: str, asked: str, reads: Callable[[str], bool]) -> Path:
+def copied(url: str, asked: str, reads: Callable[[str], object]) -> Path:
     """The copy on this machine of the file at ``url``, or of those files in the folder there that it ``reads``.
 
     It is made once for each version of them. Raises UserError if there are none, or no room for them, StorageError if

@@ -14,14 +14,15 @@ from datasets import Dataset, IterableDataset
 from shardwright.data.records.bucket import copied
 from shardwright.errors import UserError, a_type, nearest_beside
 
-SUFFIXES = {
-    "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
-    "json": [".json", ".jsonl"],
-    "parquet": [".parquet"],
-    "arrow": [".arrow"],
-    "csv": [".csv"],
+_TEXT = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
+KIND_OF = {
+    **dict.fromkeys(_TEXT, "text"),
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
 }
-KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 _SPLIT = re.compile(r"\w[\w.-]*")
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
 _HELDOUT_FILE = re.compile(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])")
@@ -120,9 +121,9 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
         whole = locate(base, option)
         return whole if isinstance(whole, HeldRecords) else replace(whole, asked=asked, split=split)
     if "://" in dataset:
-        copy = copied(dataset, asked, _is_data)
+        copy = copied(dataset, asked, _kind)
         return Files(asked, *_local_files(copy, asked), is_folder=copy.is_dir())
-    if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
+    if dataset.startswith((os.sep, ".", "~")) or _kind(path):
         raise UserError(
             asked=asked,
             found=f"no such file or folder: {path.absolute()}",
@@ -174,9 +175,9 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
     """The files at ``path``, and their one kind. A path that is itself a file of unknown suffix is text."""
     if path.is_file():
-        files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
+        files, kinds = {path.name: path}, {_kind(path) or "text": path.name}
     else:
-        files = {name: file for name, file in _files(path, "", set()).items() if file.suffix.lower() in KIND_OF}
+        files = {name: file for name, file in _files(path, "", set()).items() if _kind(file)}
         data = {
             name: file
             for name, file in files.items()
@@ -185,7 +186,7 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
         }
         if any(_kind(file) != "text" for file in data.values()):
             files = data
-        kinds = {_kind(file): name for name, file in files.items()}
+        kinds = {KIND_OF[file.suffix.lower()]: name for name, file in files.items()}
     if len(kinds) > 1:
         raise UserError(
             asked=asked,
@@ -203,12 +204,9 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
     return files, next(iter(kinds))
 
 
-def _is_data(name: str) -> bool:
-    return Path(name).suffix.lower() in KIND_OF
-
-
-def _kind(file: Path) -> str:
-    return KIND_OF[file.suffix.lower()]
+def _kind(file: str | Path) -> str | None:
+    """The kind of data in a file of this name; None: none that is known."""
+    return KIND_OF.get(Path(file).suffix.lower())
 
 
 def _holds_something(file: Path) -> bool:
@@ -218,13 +216,12 @@ def _holds_something(file: Path) -> bool:
         return False
 
 
-def not_utf8(where: Place, error: Exception) -> UserError:
-    """The UserError of text that is not UTF-8; for local text files it names the file and the line."""
-    files = where.files.values() if isinstance(where, Files) else ()
-    lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
+def not_utf8(asked: str, error: Exception, path: Path | None = None) -> UserError:
+    """The UserError of text that is not UTF-8, in a record or in the text file ``path``, whose line it names."""
+    line = None if path is None else _undecodable_line(path)
     return UserError(
-        asked=f"{where.asked}: its text",
-        found=f"{next(lines, 'a record')}: {cause(error)}",
+        asked=f"{asked}: its text",
+        found=f"{f'{path}, line {line}' if line else 'a record'}: {cause(error)}",
         why="text is read as UTF-8",
         instead="convert the file (iconv -t utf-8), unpack it if it is packed, or leave it out",
     )

@@ -1,7 +1,7 @@
 """Opens records, finds their columns and recognises their shape; only the first rows of files are read."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -9,38 +9,14 @@ from datasets import Dataset, IterableDataset, List, Value
 
 from shardwright.data.records.fields import unread_columns
 from shardwright.data.records.files import Unreadable, rows_of
-from shardwright.data.records.record_sources import (
-    AnyDataset,
-    Files,
-    HeldRecords,
-    HubDataset,
-    locate,
-    pick_splits,
-    unreadable,
-)
-from shardwright.data.records.shapes import check_text, recognise, recognise_splits
+from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, pick_splits, unreadable
+from shardwright.data.records.shapes import check_text, recognise_splits
 from shardwright.data.records.unreadable import Unread
-from shardwright.errors import a_type
+from shardwright.errors import UserError, a_type
 from shardwright.objectives.objective import RecordShape, text_shape
-from shardwright.objectives.sft import SHAPES
 
 LOOKED_AT = 100  # first rows of a split's files, which determine its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
-
-
-def find_shape(dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
-    """The shape of the documents that ``--dataset`` names, one of ``reads``.
-
-    Raises UserError if nothing is there, it can't be opened, or its records are of no known shape.
-    """
-    where = locate(dataset)
-    if len(reads) == 1 and reads[0].is_text:
-        return reads[0]
-    if isinstance(where, Files):
-        return shape_of_files(where, reads)
-    splits, _ = open_records(where)
-    train, *_ = pick_splits(splits, where.asked, where.split)
-    return recognise(columns_of(where, splits[train]), where.asked, reads)
 
 
 def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
@@ -101,7 +77,24 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
         raise unreadable(where, error) from error
 
 
-def columns_of(where: HubDataset | HeldRecords, split: IterableDataset) -> dict[str, Any]:
+def load_records(where: HubDataset | HeldRecords) -> tuple[Mapping[str, Dataset], str]:
+    """Name → split, stored on this machine, and a name for all; raises UserError if they can't be had."""
+    if isinstance(where, HubDataset):
+        try:
+            return datasets.load_dataset(where.name, where.configuration, revision=where.revision), where.name
+        except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
+            raise unreadable(where, error) from error
+    if not isinstance(where.records, Dataset):
+        raise UserError(
+            asked=f"rows of {where.asked} that are stored",
+            found="a stream, whose length shows where it ends",
+            why="all of it would have to be read first",
+            instead="streaming=True, or a Dataset",
+        )
+    return {"train": where.records}, where.identity
+
+
+def columns_of(where: HubDataset | HeldRecords, split: Dataset | IterableDataset) -> dict[str, Any]:
     """Column name -> feature, if need be by the first record; raises UserError if that can't be read."""
     try:
         if split.features:

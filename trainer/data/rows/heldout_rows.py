@@ -15,24 +15,26 @@ import numpy as np
 from datasets import Dataset
 
 from shardwright.data.records.document_stream import DocumentStream, has_text, key_hash
-from shardwright.data.records.documents import HELDOUT, TRAIN, Documents
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, as_table
 from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
 
+TRAIN, HELDOUT = "train", "heldout"  # names of splits
 # characters of text read to hold out documents of a stream, and to train a tokenizer
 SAMPLE_CHARACTERS = 64 << 20
 HELDOUT_ROWS = 512  # most held-out rows of a stream
 
 
-def split_documents(documents: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
-    """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the named sets.
+def split_documents(documents: DocumentStream, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
+    """Reads ``documents``; returns those with text as ``train``, and as ``heldout``, or ``heldout-NAME`` of each set.
 
-    ``heldout_fraction`` is the share that is held out if nothing else is; a single text is on both sides. Raises
-    UserError if no document has text in it, or they can't be read.
+    They may lie in the folder ``scratch``, which must outlive them. ``heldout_fraction`` is the share that is held out
+    if nothing else is; a single text is on both sides. Raises UserError if no document has text in it, or they can't be
+    read.
     """
-    given = dict(documents.read(scratch))
-    train = given.pop(TRAIN)
+    train = documents.stored(scratch / TRAIN)
+    names = {f"{HELDOUT}-{name}" if name else HELDOUT: each for name, each in documents.heldout.items()}
+    given = {name: each.stored(scratch / name) for name, each in names.items()}
     named = "name" if "name" in train.column_names else "text"
     hashes = (
         key_hash(name) if has_text(text) else -1
@@ -73,16 +75,14 @@ def first_documents(stream: DocumentStream, heldout_fraction: float) -> Iterator
 def heldout_of_stream(
     stream: DocumentStream, packer: AnyPacker, heldout_fraction: float
 ) -> tuple[StoredRows, frozenset[int]]:
-    """At most 512 held-out rows of a stream, and the hashes of the documents to leave out of training.
+    """At most 512 rows of a share of a stream, and the hashes of their documents, to leave out of training.
 
-    There are no hashes if the held-out documents are known. Raises UserError if they don't fill one row.
+    Raises UserError if they don't fill one row.
     """
-    given = stream.heldout
-    documents = first_documents(given, 1.0) if given else first_documents(stream, heldout_fraction)
     pieces, count = [packer.rows([])], 0
     hashes: set[int] = set()
     at_once = 1 if packer.groups == 1 else DOCUMENTS_AT_ONCE  # samples that share rows must come together
-    held_out = ((number, text) for number, text, held in documents if held)
+    held_out = ((number, text) for number, text, held in first_documents(stream, heldout_fraction) if held)
     while count < HELDOUT_ROWS and (group := list(itertools.islice(held_out, at_once))):
         hashes.update(number for number, _ in group)
         pieces.append(packer.rows([text for _, text in group]))
@@ -95,4 +95,4 @@ def heldout_of_stream(
             instead="more data, a shorter --sequence_length, or no --streaming: it holds out a share of what there is",
         )
     rows = {name: np.concatenate([piece[name] for piece in pieces])[:HELDOUT_ROWS] for name in packer.columns}
-    return StoredRows(Dataset(as_table(rows)), packer.tally), frozenset() if given else frozenset(hashes)
+    return StoredRows(Dataset(as_table(rows)), packer.tally), frozenset(hashes)

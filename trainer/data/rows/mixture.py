@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.record_sources import AnyDataset
-from shardwright.data.records.records import find_shape
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
 from shardwright.errors import UserError
@@ -78,14 +78,16 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     return counts
 
 
-def sized(sources: Sequence[Source], rows: Sequence[Rows]) -> list[Source]:
-    """The sources with shares by their ``rows``, where they have none, so that an epoch takes each of them once.
+def shares_of(sources: Sequence[Source], rows: Sequence[Rows]) -> list[int]:
+    """The shares of the sources; where they have none by their ``rows``, so that an epoch takes each of them once.
 
     Raises UserError for streams, whose lengths show where they end.
     """
-    if all(source.share is not None for source in sources):
-        return list(sources)
-    if not all(isinstance(each, StoredRows) for each in rows):
+    given = [source.share for source in sources if source.share is not None]
+    if given:
+        return given
+    counts = [len(each) for each in rows if isinstance(each, StoredRows)]
+    if len(counts) < len(rows):
         names = [str(source.dataset) for source in sources]
         raise UserError(
             asked=f"--dataset {','.join(names)}, with --streaming",
@@ -93,15 +95,13 @@ def sized(sources: Sequence[Source], rows: Sequence[Rows]) -> list[Source]:
             why="they would be mixed by their sizes, and the length of a stream shows where it ends",
             instead=f"--dataset {','.join(f'{name}:1' for name in names)}; or no --streaming",
         )
-    counts = [len(each) for each in rows if isinstance(each, StoredRows)]
     least = 2 * sum(counts) / BLOCK  # a smaller dataset comes more than once
-    found = shares([max(count, least) for count in counts])
-    return [Source(source.dataset, share) for source, share in zip(sources, found, strict=True)]
+    return shares([max(count, least) for count in counts])
 
 
 def shapes_of(dataset: AnyDataset, reads: Sequence[RecordShape]) -> list[RecordShape]:
-    """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
-    return [find_shape(source.dataset, reads) for source in sources_of(dataset)]
+    """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_stream`."""
+    return [find_stream(source.dataset, reads).shape for source in sources_of(dataset)]
 
 
 def no_tokenizer(dataset: object) -> UserError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import datasets
 import numpy as np
 from datasets import Dataset, Features, List, Value
 
-from shardwright.data.records.documents import Documents
+from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
@@ -167,7 +166,7 @@ def write_rows(
     splits: Mapping[str, Dataset],
     folder: Path,
     new_packer: Callable[[], AnyPacker],
-    documents: Documents,
+    documents: DocumentStream,
 ) -> None:
     """Write the rows of each split of ``documents`` to ``folder``, and last their tallies.
 
@@ -196,7 +195,7 @@ def write_rows(
                 instead="a larger dataset, or a shorter --sequence_length",
             )
     first = next(iter(tallies.values()))
-    first |= sum((unread.tally for unread in documents.unread), Counter())
+    first |= documents.unread_tally
     (folder / "rows.json").write_text(json.dumps(tallies))
 
 

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.data.records.fields import is_empty, named
@@ -23,6 +23,52 @@ _KNOWN = 1024  # tools whose parts are known
 _TOOLS, _OPTIONS = -1, -2
 # (a message's number, or one of these two, and a key) of a field; of a part of its value, the keys and places as well
 Part = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A chat, rendered with its ``parts`` marked or left out, beside its text as it is."""
+
+    chat: Chat
+    parts: Mapping[Part, Any]
+    render: Callable[[Chat], str]
+    whole: str
+
+    def read(self) -> Set[Part]:
+        """The parts whose marks are seen in the text, and all that they are parts of."""
+        kinds: dict[int, list[Part]] = {}
+        for part in self.parts:
+            kinds.setdefault(_COMPARED.get(part[-1], 0), []).append(part)
+        found = (part for own in kinds.values() for part in self._seen(dict(zip(own, _MARKS, strict=False))))
+        return {part[:length] for part in found for length in range(2, len(part) + 1)}
+
+    def _seen(self, marks: Mapping[Part, int]) -> Iterator[Part]:
+        def mark(inner: Any, place: Part) -> Any:
+            return _marked(inner, place, marks)
+
+        text = self._rendered(lambda field, value: _rebuilt(value, field, leaf=mark)) or ""
+        letters, numbers = {*text}, {*map(int, _NUMBER.findall(text))}
+        return (part for part, mark in marks.items() if chr(mark) in letters or _NUMBERS + mark in numbers)
+
+    def without_effect(self, left: Sequence[Part]) -> list[Part]:
+        """The parts in ``left`` without which the text is the same; of each other part, such parts within it."""
+        if not left:
+            return []
+        dropped, fields = {*left}, {part[:2] for part in left}
+        text = self._rendered(lambda field, value: _rebuilt(value, field, dropped) if field in fields else value)
+        if text == self.whole:
+            return [*left]
+        if len(left) == 1:
+            return self.without_effect([part for part in self.parts if _above(part) == left[0]])
+        middle = len(left) // 2
+        return [*self.without_effect(left[:middle]), *self.without_effect(left[middle:])]
+
+    def _rendered(self, change: Callable[[Part, Any], Any]) -> str | None:
+        """The text with each field's value as ``change`` makes it; None where the template refuses that."""
+        try:
+            return self.render(_changed(self.chat, change))
+        except BadRecord:
+            return None
 
 
 def unread_fields(
@@ -56,53 +102,26 @@ def unread_fields(
         texts = [template.ended(changed, turn) for turn in alone] + [begun(changed, turn) for turn in asked]
         return "".join([template.whole(changed) if end is None else "", *texts])
 
-    whole = render(chat) if alone or asked else whole
+    def within_tools(part: Part) -> bool:
+        return part[0] == _TOOLS and len(part) > 2
+
     tools = json.dumps(chat.tools) if chat.tools else ""
-    parts = {part: value for part, value in _parts_of(chat) if not (tools in known and part[0] == _TOOLS and part[2:])}
-    read = _read(chat, parts, render)
-    below: dict[Part, list[Part]] = {}
-    for part in parts:
-        below.setdefault(_above(part), []).append(part)
-
-    def without_effect(left: Sequence[Part]) -> list[Part]:
-        dropped, fields = {*left}, {part[:2] for part in left}
-        gone = _changed(chat, lambda field, value: _without(value, field, dropped) if field in fields else value)
-        if not left or _rendered(gone, render) == whole:
-            return [*left]
-        if len(left) == 1:
-            return without_effect(below.get(left[0], []))
-        middle = len(left) // 2
-        return [*without_effect(left[:middle]), *without_effect(left[middle:])]
-
+    parts = {part: value for part, value in _parts_of(chat) if not (tools in known and within_tools(part))}
+    trial = _Trial(chat, parts, render, render(chat) if alone or asked else whole)
+    read = trial.read()
     highest = [part for part in parts if part not in read and (len(part) == 2 or _above(part) in read)]
     # a result's id is never left out with its call's: without both they are equal too
     results = [part for part in highest if part[-1] == _RESULT]
     # those of one name side by side, since most often all of them have an effect, or none has
     others = sorted((part for part in highest if part[-1] != _RESULT), key=_name)
-    unread = {part: named(_name(part), parts[part]) for group in (results, others) for part in without_effect(group)}
-    inner = [name for part, name in unread.items() if part[0] == _TOOLS and part[2:]]
+    unread = {part: named(_name(part), parts[part]) for own in (results, others) for part in trial.without_effect(own)}
+    inner = [name for part, name in unread.items() if within_tools(part)]
     if tools and (_TOOLS, "tools") not in unread:
         if len(known) > _KNOWN:
             known.clear()
         inner = known.setdefault(tools, inner)
-    others = [part for part in unread if not (part[0] == _TOOLS and part[2:]) and (end is None or part[0] < end)]
-    return [*(unread[part] for part in others), *inner]
-
-
-def _read(chat: Chat, parts: Iterable[Part], render: Callable[[Chat], str]) -> Set[Part]:
-    """The parts whose marks are seen in the text, and all that they are parts of."""
-
-    def seen(marks: Mapping[Part, int]) -> Iterator[Part]:
-        marked = _changed(chat, lambda field, value: _marked(value, field, field, marks))
-        text = _rendered(marked, render) or ""
-        letters, numbers = {*text}, {*map(int, _NUMBER.findall(text))}
-        return (part for part, mark in marks.items() if chr(mark) in letters or _NUMBERS + mark in numbers)
-
-    kinds: dict[int, list[Part]] = {}
-    for part in parts:
-        kinds.setdefault(_COMPARED.get(part[-1], 0), []).append(part)
-    found = (part for own in kinds.values() for part in seen(dict(zip(own, _MARKS, strict=False))))
-    return {part[:length] for part in found for length in range(2, len(part) + 1)}
+    outer = [name for part, name in unread.items() if not within_tools(part) and (end is None or part[0] < end)]
+    return [*outer, *inner]
 
 
 def unread_of_contents(chat: Chat) -> list[str]:
@@ -157,14 +176,10 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _marked(value: Any, place: Part, part: Part, marks: Mapping[Part, int]) -> Any:
-    """``value`` with the mark of its part in each string, which keeps its length, and in the place of each number."""
-    part = place if place in marks or place[-1] in _COMPARED else part
-    if isinstance(value, list):
-        return [_marked(inner, (*place, n), part, marks) for n, inner in enumerate(value)]
-    if isinstance(value, dict):
-        return {key: _marked(inner, (*place, key), part, marks) for key, inner in value.items()}
-    mark = marks.get(part)
+def _marked(value: Any, place: Part, marks: Mapping[Part, int]) -> Any:
+    """``value`` with the mark of the part that it belongs to: in a string, whose length stays, or for a number."""
+    parts = (place[:length] for length in range(len(place), 1, -1))
+    mark = marks.get(next((part for part in parts if part in marks or part[-1] in _COMPARED), place))
     if mark is None or not (value or "arguments" in place):  # what is false may stay so
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -174,23 +189,21 @@ def _marked(value: Any, place: Part, part: Part, marks: Mapping[Part, int]) -> A
     return value if at is None else text[:at] + chr(mark) + text[at + 1 :]
 
 
-def _without(value: Any, place: Part, dropped: Set[Part]) -> Any:
-    """``value`` without the parts ``dropped``; None if it is one."""
+def _rebuilt(
+    value: Any,
+    place: Part,
+    dropped: Set[Part] = frozenset(),
+    leaf: Callable[[Any, Part], Any] = lambda value, place: value,
+) -> Any:
+    """``value`` without the parts ``dropped``, and each inmost value as ``leaf`` makes it; None if it is dropped."""
     if place in dropped:
         return None
     if isinstance(value, list):
-        return [_without(inner, (*place, n), dropped) for n, inner in enumerate(value)]
+        return [_rebuilt(inner, (*place, n), dropped, leaf) for n, inner in enumerate(value)]
     if isinstance(value, dict):
         places = {key: (*place, key) for key in value}
-        return {key: _without(value[key], at, dropped) for key, at in places.items() if at not in dropped}
-    return value
-
-
-def _rendered(chat: Chat, render: Callable[[Chat], str]) -> str | None:
-    try:
-        return render(chat)
-    except BadRecord:
-        return None
+        return {key: _rebuilt(value[key], at, dropped, leaf) for key, at in places.items() if at not in dropped}
+    return leaf(value, place)
 
 
 def _in_order(contents: Sequence[Any], whole: str) -> bool:

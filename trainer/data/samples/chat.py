@@ -91,34 +91,25 @@ def past_turns(history: Any) -> list[Message]:
     ]
 
 
-def with_beginning(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
-    """A record of ``answers`` as strings, with a ``prompt``: its own, else their common beginning, as trl cuts it.
+def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
+    """A record of ``answers``, all strings or all messages, with a ``prompt``: its own, else what they have in common.
 
-    Where they part, a space before belongs to both; where one ends, its last letter. Raises BadRecord if there is
-    nothing before.
+    This is their beginning, as trl cuts it. Where strings part, a space before belongs to both. Where an answer ends,
+    its last letter or message is not common. Raises BadRecord if there is nothing before.
     """
-    if values.get("prompt") is not None:
+    are_texts = isinstance(values[answers[0]], str)
+    if isinstance(values.get("prompt"), str if are_texts else list):
         return dict(values)
-    texts = [values[name] for name in answers]
-    end, parts = _in_common(texts)
-    prompt = texts[0][:end].removesuffix(" " if parts else "")
+    given: dict[str, Any] = {name: values[name] if are_texts else _list(name, values[name]) for name in answers}
+    first, shortest = given[answers[0]], min(map(len, given.values()))
+    same = (all(each == one for each in others) for one, *others in zip(*given.values(), strict=False))
+    common = sum(itertools.takewhile(bool, same))
+    prompt = first[: min(common, shortest - 1)]
+    if are_texts and common < shortest:
+        prompt = prompt.removesuffix(" ")
     if not prompt:
         raise BadRecord("prompt", "none, and the answers have no common beginning")
-    return {**values, "prompt": prompt, **{name: values[name].removeprefix(prompt) for name in answers}}
-
-
-def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
-    """A record of ``answers`` as messages, with a ``prompt``: its own, else their common first messages, as trl has it.
-
-    The last of these belongs to the answers where one has no other. Raises BadRecord if no message is common.
-    """
-    if isinstance(values.get("prompt"), list):
-        return dict(values)
-    chats = {name: _list(name, values[name]) for name in answers}
-    (common, _), first, other = _in_common([*chats.values()]), answers[0], answers[-1]
-    if not common:
-        raise BadRecord(first, f"messages of which the first is not the first of `{other}`, and no prompt")
-    return {**values, "prompt": chats[first][:common], **{name: chat[common:] for name, chat in chats.items()}}
+    return {**values, "prompt": prompt, **{name: each[len(prompt) :] for name, each in given.items()}}
 
 
 def with_last(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,13 +118,6 @@ def with_last(values: Mapping[str, Any]) -> dict[str, Any]:
     if not asked:
         raise BadRecord("messages", "a single one, which answers nothing")
     return {**{k: v for k, v in values.items() if k != "messages"}, "prompt": asked, "completion": [last]}
-
-
-def _in_common(texts: Sequence[Sequence[Any]]) -> tuple[int, bool]:
-    """The first letters or messages that all have in common, but for one's very last; and whether all go on there."""
-    same = (all(each == first for each in others) for first, *others in zip(*texts, strict=False))
-    common, shortest = sum(itertools.takewhile(bool, same)), min(map(len, texts))
-    return min(common, shortest - 1), common < shortest
 
 
 def _list(column: str, value: Any) -> list[Any]:

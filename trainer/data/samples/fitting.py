@@ -8,7 +8,6 @@ Shape legend: B rows, S tokens in a row (``sequence_length``).
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,31 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, AnyPacker, Columns
-from shardwright.data.samples.samples import Encoder, Group, Sample, joined
+from shardwright.data.samples.samples import Encoder, Group, Sample, SampleOptions, joined
 from shardwright.data.samples.tally import BECAUSE, REASONS
 from shardwright.data.samples.unpaired_answers import one_by_one
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.distill import TEACHER, width
 from shardwright.objectives.objective import RecordShape
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """The options by which records become samples, and samples rows."""
-
-    train_on_prompt: bool = False  # the loss is on every token, not on the answers alone
-    overflow: str = "truncate_right"  # for samples longer than a row: of shardwright.arguments.data_options.OVERFLOW
-    packing: bool = True  # several samples share a row; else each has its own
-    on_bad_row: str = "error"  # or "skip": for records that can't become a sample
-    stops: frozenset[int] = frozenset()  # tokens that end a generation, beside the tokenizer's end-of-text token
-    split_special_tokens: bool | None = (
-        None  # names of special tokens in texts are letters; False: tokens; None: letters
-    )
-    groups: int | None = None  # the most records that share a row; None: as many as fit
-    segments: tuple[str, ...] = ()  # the places that a record has in a row's segment numbers; empty: its answers'
-    taught: int | None = None  # tokens of a teacher to keep at each target, of records that hold them; None: none
-    train_on: str = "all"  # the turns of a chat: of shardwright.arguments.data_options.TRAIN_ON
 
 
 class FittingObserver(Protocol):
@@ -74,11 +55,9 @@ class SamplePacker(AnyPacker):
     ) -> None:
         super().__init__(tokenizer, sequence_length, isolate, labels=True)
         self.options, self.place_of, self.watch, self._documents = options, place_of, watch, list[str]()
-        parse = options.split_special_tokens is False
-        how = (options.train_on_prompt, options.stops, parse, options.train_on)
-        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, *how)
+        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options)
         if options.taught is not None:
-            self.encoder.taught, self.widths = options.taught, {TEACHER: width(options.taught)}
+            self.widths = {TEACHER: width(options.taught)}
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     def rows(self, documents: Sequence[str]) -> Columns:
@@ -128,11 +107,8 @@ class SamplePacker(AnyPacker):
             return [(_part(sample, n, n + size),) for n in range(0, length, size)]
         # each of two answers gets the room that the other leaves, and at least half a row
         sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
-        if policy == "truncate_left":
-            return [
-                tuple(_part(s, max(0, len(s.tokens) - n), len(s.tokens)) for s, n in zip(group, sizes, strict=True))
-            ]
-        return [tuple(_part(s, 0, n) for s, n in zip(group, sizes, strict=True))]
+        ends = [len(s.tokens) if policy == "truncate_left" else n for s, n in zip(group, sizes, strict=True)]
+        return [tuple(_part(s, max(0, end - n), end) for s, n, end in zip(group, sizes, ends, strict=True))]
 
     def _filled(self, rows: Sequence[Sequence[Group]]) -> Columns:
         size = (len(rows), self.length)

@@ -4,6 +4,7 @@ Shape legend: T tokens of a sample.
 """
 
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,20 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.records.fields import counted, is_empty, named
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.ablation import unread_fields, unread_of_contents
-from shardwright.data.samples.chat import (
-    ASSISTANT,
-    ROLES,
-    Chat,
-    chat_of,
-    past_turns,
-    with_beginning,
-    with_last,
-    with_prompt,
-)
+from shardwright.data.samples.chat import ASSISTANT, ROLES, Chat, chat_of, past_turns, with_last, with_prompt
 from shardwright.data.samples.masks import masked
 from shardwright.data.samples.teacher_values import taught_values
 from shardwright.data.samples.template import Rendering, Template, Turn
-from shardwright.data.samples.tokens import Tokens, as_written
+from shardwright.data.samples.tokens import Tokens, as_written, in_common
 from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.errors import a_type
 from shardwright.models.ops.labels import IGNORE
@@ -62,6 +54,22 @@ class Sample:
         return int((self.labels[1:] != IGNORE).sum())
 
 
+@dataclass(frozen=True)
+class SampleOptions:
+    """The options by which records become samples, and samples rows."""
+
+    train_on_prompt: bool = False  # the loss is on every token, not on the answers alone
+    overflow: str = "truncate_right"  # for samples longer than a row: of shardwright.arguments.data_options.OVERFLOW
+    packing: bool = True  # several samples share a row; else each has its own
+    on_bad_row: str = "error"  # or "skip": for records that can't become a sample
+    stops: frozenset[int] = frozenset()  # tokens that end a generation, beside the tokenizer's end-of-text token
+    split_special_tokens: bool | None = None  # False: the names of special tokens in texts are tokens, else letters
+    groups: int | None = None  # the most records that share a row; None: as many as fit
+    segments: tuple[str, ...] = ()  # the places that a record has in a row's segment numbers; empty: its answers'
+    taught: int | None = None  # tokens of a teacher to keep at each target, of records that hold them; None: none
+    train_on: str = "all"  # the turns of a chat: of shardwright.arguments.data_options.TRAIN_ON
+
+
 # a record's sample, or the answers to its prompt, each behind the whole prompt: isolated segments of one row
 Group = tuple[Sample, ...]
 # (a record's texts to tokenise, the function from the list of their Tokens to the samples)
@@ -81,7 +89,8 @@ def joined(group: Group) -> Sample:
 class Encoder:
     """Records of one shape → samples. Raises UserError for chats if the tokenizer has no template for them.
 
-    Of ``stops`` only special tokens count, as an id from a config made for another tokenizer may be a letter here.
+    Of the options' ``stops`` only special tokens count, as an id from a config made for another tokenizer may be a
+    letter here.
     """
 
     def __init__(
@@ -90,21 +99,21 @@ class Encoder:
         shape: RecordShape,
         tally: Counter[str],  # gets the counts of the samples
         on_bad: Callable[[int, BadRecord], None],  # called with each bad record's number, and why; it may raise
-        train_on_prompt: bool = False,  # the loss is on every token
-        stops: frozenset[int] = frozenset(),  # tokens that end a generation, beside the tokenizer's end-of-text token
-        parse: bool = False,  # names of special tokens in plain texts are these tokens
-        train_on: str = "all",  # the turns of a chat: or "last"
+        options: SampleOptions,
     ) -> None:
         self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
-        self.train_on_prompt, self.train_on, self.parse = train_on_prompt, train_on, parse
+        self.options, self.train_on_prompt = options, options.train_on_prompt
+        self.last_turns = options.train_on == "last"
         self.end = int(tokenizer.eos_token_id)
-        self.stops = (stops & special_ids(tokenizer)) | {self.end}
-        self.template = Template(tokenizer, self.stops) if shape.is_chat else None
+        self.stops = (options.stops & special_ids(tokenizer)) | {self.end}
         self.tools: dict[str, list[str]] = {}  # in JSON → the names of their parts that the template does not read
-        self.taught: int | None = None  # a teacher's tokens to keep at each target
         # the tokenizer's beginning of a prompt (Llama's <s>)
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
+
+    @functools.cached_property
+    def template(self) -> Template:
+        return Template(self.tokenizer, self.stops)
 
     def __call__(self, documents: Sequence[str]) -> list[tuple[int, Group]]:
         """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out.
@@ -112,8 +121,9 @@ class Encoder:
         A chat makes several, one after another, if its template writes a turn otherwise once more follows.
         """
         if self.shape.is_text:
-            tokens_of = enumerate(plain_tokens(self.tokenizer, documents, self.tally, self.parse))
-            return [(number, group) for number, tokens in tokens_of for group in self._whole([*tokens, self.end])]
+            parse = self.options.split_special_tokens is False
+            texts_tokens = plain_tokens(self.tokenizer, documents, self.tally, parse)
+            return [(number, (self._sample([*tokens, self.end]),)) for number, tokens in enumerate(texts_tokens)]
         drafts: list[tuple[int, Draft, Counter[str]]] = []
         for number, document in enumerate(documents):
             with self._telling_of_bad(number):
@@ -182,25 +192,25 @@ class Encoder:
         label = self.shape.label
         if values[label] not in (0, 1):
             raise BadRecord(label, f"{values[label]!r:.80}, where an answer is a good one, true, or a bad one, false")
-        place = GOOD if values[label] else BAD
+        place = 1 if values[label] else 2
         texts, make = self._single(with_last(values) if "messages" in values else values, unread)
 
         def made(tokens: list[Tokens]) -> list[Group]:
             (sample,), *others = make(tokens)
             if others:
                 raise BadRecord(self.shape.required[-2], _SEVERAL, instead="--train_on last")
-            counts = {**sample.counts, f"{place} answers": 1}
-            return [(replace(sample, counts=counts, place=1 + (GOOD, BAD).index(place)),)]
+            counts = {**sample.counts, f"{(GOOD, BAD)[place - 1]} answers": 1}
+            return [(replace(sample, counts=counts, place=place),)]
 
         return texts, made
 
-    def _whole(self, tokens: Sequence[int], first: int = 0, counts: Mapping[str, int] | None = None) -> list[Group]:
+    def _sample(self, tokens: Sequence[int], first: int = 0) -> Sample:
         """A sample with the loss on the tokens from ``first`` on."""
         made = np.array(tokens, dtype=np.int32)
         labels = made.copy()
         if not self.train_on_prompt:
             labels[:first] = IGNORE
-        return [(Sample(made, labels, counts or {}),)]
+        return Sample(made, labels)
 
     def _given(self, values: Mapping[str, Any]) -> list[Group]:
         """The record's own tokens, and labels if it has them."""
@@ -219,21 +229,21 @@ class Encoder:
         read = MASKS[:1] if self.train_on_prompt else MASKS
         masks = {name: values[name] for name in read if name in values}
         sample = Sample(*masked(masks, tokens, tokens if self.train_on_prompt else labels))
-        if self.taught is None:
+        if self.options.taught is None:
             return [(sample,)]
         seen = np.array(masks.get(MASKS[0], [1] * len(tokens)), dtype=bool)
-        taught = taught_values(values, seen, sample.labels, self.taught, len(self.tokenizer))
+        taught = taught_values(values, seen, sample.labels, self.options.taught, len(self.tokenizer))
         return [(replace(sample, taught=taught),)]
 
     def _completion(self, prompt: str, completion: str) -> Draft:
         def make(tokens: list[Tokens]) -> list[Group]:
             asked, whole = tokens
-            pairs = zip(asked, whole, strict=False)
-            # the first token that differs from the prompt's own, even if it also holds the prompt's last letters
-            first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
+            # up to the first token that differs from the prompt's own, even if it also holds the prompt's last letters
+            first = in_common(asked, whole)
             begin = self.begin if whole[:1] != self.begin else []
             end = [] if whole[-1:] == [self.end] else [self.end]
-            return self._whole([*begin, *whole, *end], len(begin) + first, {"merged": int(first < len(asked))})
+            sample = self._sample([*begin, *whole, *end], len(begin) + first)
+            return [(replace(sample, counts={"merged": int(first < len(asked))}),)]
 
         return [prompt, prompt + completion], make
 
@@ -249,7 +259,7 @@ class Encoder:
             raise BadRecord("prompt", "no string before answers that are strings")
         if texts:
             _leave(values, unread, "tools", "chat_template_kwargs")
-            values = with_beginning(values, names)
+            values = with_prompt(values, names)
             drafts = [self._completion(values["prompt"], values[name]) for name in names]
         else:
             whole = with_prompt(values, names)
@@ -288,7 +298,7 @@ class Encoder:
         return self._chat(chat_of({**values, "prompt": prompt, "completion": completion}), unread)
 
     def _chat(self, chat: Chat, unread: Counter[str]) -> Draft:
-        template = self.template = self.template or Template(self.tokenizer, self.stops)
+        template = self.template
         unread.update(unread_of_contents(chat))
         chat = template.prepared(chat)
         if template.marked(chat):
@@ -325,7 +335,7 @@ class Encoder:
     def _loud(self, chat: Chat) -> list[int]:
         """The numbers of the messages to train on."""
         loud = [i for i in chat.turns if i not in chat.silent]
-        return loud[-1:] if self.train_on == "last" else loud
+        return loud[-1:] if self.last_turns else loud
 
     def _marked(self, chat: Chat, spans: Sequence[tuple[int, int]]) -> list[Turn]:
         """The turns to train on, and the silent ones, of those that a template marks."""
@@ -336,7 +346,7 @@ class Encoder:
             )
             raise BadRecord("messages", found)
         if len(spans) != len(turns):
-            spans = spans[-1:] if self.train_on == "last" else spans
+            spans = spans[-1:] if self.last_turns else spans
             return [Turn(-1, a, b) for a, b in spans]
         kept = {*self._loud(chat), *chat.silent}
         return [Turn(i, a, b) for i, (a, b) in zip(turns, spans, strict=True) if i in kept]
@@ -351,8 +361,8 @@ class Encoder:
         if first:
             counts.update(f"unknown role {m['role']!r}" for m in chat.messages if m["role"] not in ROLES)
             counts["silent turns"] = len(chat.silent.intersection(chat.turns))
-            counts["earlier turns"] = len(chat.turns) - counts["silent turns"] - 1 if self.train_on == "last" else 0
-        ((sample,),) = self._whole(rendering.tokens, len(rendering.tokens))
+            counts["earlier turns"] = len(chat.turns) - counts["silent turns"] - 1 if self.last_turns else 0
+        sample = self._sample(rendering.tokens, len(rendering.tokens))
         for turn in rendering.turns:
             place = slice(turn.start, turn.end)
             sample.labels[place] = sample.tokens[place] if turn in loud else IGNORE

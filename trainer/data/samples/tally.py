@@ -12,6 +12,16 @@ _CUT = {
     "drop": "dropped",
     "split": "split",
 }
+# in a tally, where there are any → their line
+_TURNS = {
+    "silent turns": "turns of weight 0, not scored: {silent turns}",
+    "earlier turns": "turns before a chat's last, not trained on (--train_on last): {earlier turns}",
+    "turns alone": "turns in samples of their own, since the chat template writes them otherwise once the chat goes "
+    "on: {turns alone} of {turns} (--train_on last: the last turn of each chat alone)",
+    "merged": "prompts whose last token runs on into {trained}, and is scored: {merged}",
+    "turns without stop": "warning: turns behind which the template writes no token that ends a generation: "
+    "{turns without stop} of {turns}; from these the model does not learn to stop",
+}
 
 
 def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str]:
@@ -19,7 +29,7 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
 
     ``tally`` is that of a :class:`shardwright.data.samples.fitting.SamplePacker` with rows of ``length`` tokens.
     """
-    count = {name: f"{value:,}" for name, value in tally.items()}
+    count = {**{name: f"{value:,}" for name, value in tally.items()}, "trained": shape.trained}
     rows = tally.get("rows", 0)
     if not rows:
         return []
@@ -37,26 +47,11 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
     lines += unread_notes(tally)
     if tally.get("good answers") or tally.get("bad answers"):
         lines.append(f"good answers: {tally.get('good answers', 0):,}, bad ones: {tally.get('bad answers', 0):,}")
-    if tally.get("silent turns"):
-        lines.append(f"turns of weight 0, not scored: {count['silent turns']}")
-    if tally.get("earlier turns"):
-        lines.append(f"turns before a chat's last, not trained on (--train_on last): {count['earlier turns']}")
-    if tally.get("turns alone"):
-        lines.append(
-            f"turns in samples of their own, since the chat template writes them otherwise once the chat goes on: "
-            f"{count['turns alone']} of {count['turns']} (--train_on last: the last turn of each chat alone)"
-        )
-    if tally.get("merged"):
-        lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
+    lines += [words.format_map(count) for name, words in _TURNS.items() if tally.get(name)]
     roles = {name.removeprefix("unknown role "): n for name, n in tally.items() if name.startswith("unknown role ")}
     if roles:
-        words = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items()))
+        words = ", ".join(f"{role} {n:,}" for role, n in sorted(roles.items()))
         lines.append(f"warning: messages of roles that chat templates don't know: {words}")
-    if tally.get("turns without stop"):
-        lines.append(
-            f"warning: turns behind which the template writes no token that ends a generation: "
-            f"{count['turns without stop']} of {count['turns']}; from these the model does not learn to stop"
-        )
     return lines
 
 

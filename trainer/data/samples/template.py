@@ -23,7 +23,7 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.chat import Chat, Message
 from shardwright.data.samples.template_forms import CLOSED, TemplateForms, marked, text_of
 from shardwright.data.samples.template_trial import try_template
-from shardwright.data.samples.tokens import Tokens, as_written
+from shardwright.data.samples.tokens import Tokens, as_written, in_common
 from shardwright.errors import UserError
 
 SHORT, SHORTS = 64, 1024  # characters of a text whose tokens are kept, and how many are: most ends of beginnings recur
@@ -75,6 +75,8 @@ class Template:
         self.name = f"the chat template of {name}"
         self.tokenizer, self.stops = tokenizer, stops
         self.stop_words = {str(tokenizer.convert_ids_to_tokens(stop)): stop for stop in sorted(stops)}
+        longest_first = sorted(self.stop_words, key=len, reverse=True)
+        self._stop_words = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._short = functools.lru_cache(SHORTS)(self._tokenise)
         self._forms: dict[bool, TemplateForms] = {}  # a tokenizer may have a template of its own for tools
         self._openings: dict[bool, str] = {}
@@ -198,13 +200,10 @@ class Template:
 
     def _end(self, own: str, answer: int) -> str:
         """``own`` as far as the first of the stop tokens that end it, or all of it without one behind ``answer``."""
-        end = at = len(own)
-        places = ((own.rfind(word, answer, at), len(word)) for word in self.stop_words)
-        found, size = max(places, default=(-1, 0))
-        while found >= 0 and (end == at == len(own) or not own[found + size : at].strip()):
-            end, at = found + size, found
-            found, size = max((own.rfind(word, answer, at), len(word)) for word in self.stop_words)
-        return own[:end]
+        stops = [*self._stop_words.finditer(own, answer)]
+        while len(stops) > 1 and not own[stops[-2].end() : stops[-1].start()].strip():
+            del stops[-1]
+        return own[: stops[-1].end()] if stops else own
 
     def _span(self, chat: Chat, i: int, before: str, until: str, tokens: Tokens) -> tuple[Turn, Tokens | None]:
         """Turn ``i`` behind ``before`` and up to the end of ``until``, and the tokens with a stop token added, if any.
@@ -294,8 +293,7 @@ class Template:
         own = tokens[first : first + len(tail)]
         if own == tail:
             return first + len(tail), False
-        same = next((n for n, pair in enumerate(zip(own, tail, strict=False)) if pair[0] != pair[1]), len(own))
-        return first + same, length == len(beginning)
+        return first + in_common(own, tail), length == len(beginning)
 
     def _beside(self, whole: Tokens, own: str) -> Tokens:
         """The tokens of ``own``; only what follows the last added token that it has in common with the whole is read.

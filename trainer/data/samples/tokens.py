@@ -24,3 +24,9 @@ def as_written(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
     numbers = ([n for n, token in enumerate(tokens) if token in added] for tokens in made["input_ids"])
     places = ([(made["offset_mapping"][i][n][0], n) for n in own] for i, own in enumerate(numbers))
     return [Tokens(*each) for each in zip(made["input_ids"], texts, places, strict=True)]
+
+
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,0 +1,68 @@
+"""Rows with one more column, of values that other weights than the trained ones give of them, kept beside the rows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.packing import Columns
+from shardwright.data.rows.rows import StoredRows
+from shardwright.errors import UserError
+
+
+class ColumnRows(StoredRows):
+    """Stored rows with one more ``column``; their fingerprint leaves it out.
+
+    Attributes:
+        values: that column, float32 [rows, ...]; None until it is known.
+    """
+
+    def __init__(self, rows: StoredRows, column: str) -> None:
+        super().__init__(rows.dataset, rows.tally)
+        self.plain, self.column = rows, column
+        self.values: np.ndarray | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return self.plain.fingerprint
+
+    def read(self, numbers: np.ndarray) -> Columns:
+        assert self.values is not None, f"the column {self.column} is not known yet"
+        columns = super().read(numbers)
+        return {**columns, self.column: self._column(self.values, numbers, columns)}
+
+    def _column(self, values: np.ndarray, numbers: np.ndarray, columns: Columns) -> np.ndarray:
+        return values[numbers]
+
+
+AnyRows = TypeVar("AnyRows", bound=ColumnRows)
+
+
+def with_column(
+    corpus: Corpus, args: TrainingArguments, make: Callable[[StoredRows], AnyRows]
+) -> tuple[Corpus, dict[str, AnyRows]]:
+    """``corpus`` of the rows that ``make`` makes, its held-out sets cut to the evaluated ones; and the rows by split.
+
+    Raises UserError if the rows to train on are not those of one stored dataset.
+    """
+    if not isinstance(corpus.train, StoredRows):
+        raise not_one_dataset(args)
+    train = make(corpus.train)
+    sets = {name: make(rows.spread(args.max_eval_rows)) for name, rows in corpus.heldout_sets.items()}
+    splits = {"train": train, **{f"heldout {name}".rstrip(): rows for name, rows in sets.items()}}
+    return replace(corpus, train=train, heldout_sets=sets), splits
+
+
+def not_one_dataset(args: TrainingArguments) -> UserError:
+    weights, other = "a teacher's", ""
+    if not args.entry.teacher:
+        weights, other = "the starting", "; or --objective orpo or simpo, which compare with nothing"
+    return UserError(
+        asked=f"--objective {args.objective}, which compares with {weights} weights",
+        found="a mixture of datasets, or a stream",
+        why="what they say of each row is computed before the first step, and kept beside the rows of one dataset",
+        instead=f"a single dataset, without --streaming{other}",
+    )
