@@ -46,7 +46,7 @@ from tests.support.checkpoints import host
 from tests.support.fuzz import checkpoints
 from tests.support.hub_models import config_of, same, save_theirs, tensors_in
 
-INT4 = SCHEMES["int4"][0].settings([])
+INT4 = SCHEMES["int4"][0].settings
 TOKENS = torch.arange(24).reshape(2, 12)
 # transformers' own way to a plain model
 LOADERS = {

@@ -22,7 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import LazyArray, Slices, keeping_last
+from shardwright.files.arrays import LazyArray, keeping_last
 from shardwright.weights.formats.format import DEQUANTIZED
 
 SUFFIX = ".gguf"
@@ -43,15 +43,11 @@ def open_gguf(
     architecture, settings = field.contents(), load_gguf_checkpoint(str(file))["config"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
     mapping, state = get_gguf_hf_weights_map(model, processor), model.state_dict()
-    parts: dict[str, list[Any]] = defaultdict(list)
-    unknown = []
+    parts: dict[Any, list[Any]] = defaultdict(list)
     for tensor in reader.tensors:
-        name = mapping.get(tensor.name)
-        if name is None:
-            unknown.append(tensor.name)
-        else:
-            parts[name].append(tensor)
-    if unknown := [name for name in unknown if not name.startswith("rope_freqs")]:  # RoPE's, computed from the config
+        parts[mapping.get(tensor.name)].append(tensor)
+    names = [tensor.name for tensor in parts.pop(None, [])]
+    if unknown := [name for name in names if not name.startswith("rope_freqs")]:  # RoPE's, computed from the config
         raise ValueError(f"{len(unknown)} tensors that {a_type(model)} lacks: {', '.join(unknown[:4])}")
 
     def values(name: str) -> torch.Tensor:
@@ -73,13 +69,10 @@ def open_gguf(
     last = keeping_last(values)
 
     def array(name: str) -> LazyArray:
-        def read(where: Slices) -> torch.Tensor:
-            return last(name)[where]
-
         count = sum(int(tensor.n_elements) for tensor in parts[name])
         if count != state[name].numel():
             raise ValueError(f"{name} of {count:,} values, where the config says {list(state[name].shape)}")
-        return LazyArray(tuple(state[name].shape), _dtype(parts[name]), read)
+        return LazyArray(tuple(state[name].shape), _dtype(parts[name]), lambda where: last(name)[where])
 
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors if tensor.tensor_type.name != "F32")
     return {name: array(name) for name in parts if name in state}, counts
