@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming, build_glob_alternati
 from transformers.trainer_utils import align_special_tokens
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import LazyArray, keeping_last, whole
+from shardwright.files.arrays import keeping_last, shaped_like, whole
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
@@ -188,7 +188,7 @@ def hub_tensors(
 
     def leaf(name: str) -> Lazy:
         array = source(name)
-        return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]), name)
+        return Lazy.of(shaped_like(array, lambda where: read(name)[where]), name)
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
     kept = kept_in_float32(model)
@@ -286,6 +286,4 @@ def _write_description(
         origin = local_folder(base, CONFIG)
         files = read_all(origin, _PROCESSOR) if origin is not None else {}
         files |= read_all(Path(scratch), ["**/*"])
-        for name, data in with_code(files, origin).items():
-            place, _, file = name.rpartition("/")
-            (folder / place if place else folder).write(file, data)
+        folder.write_each(with_code(files, origin))
