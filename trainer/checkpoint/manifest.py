@@ -57,10 +57,10 @@ def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
 
 
 def checksum(data: bytes) -> Checksum:
-    return streamed([data])
+    return stream_checksum([data])
 
 
-def streamed(blocks: Iterable[bytes | memoryview], *takers: Callable[[Any], object]) -> Checksum:
+def stream_checksum(blocks: Iterable[bytes | memoryview], *takers: Callable[[Any], object]) -> Checksum:
     """The size and checksum of a file of these ``blocks``, each of which the ``takers`` get on the way."""
     state, size = xxhash.xxh3_64(), 0
     for block in blocks:
@@ -99,7 +99,7 @@ def check(
         if size > LARGEST and not TENSORS.fullmatch(name):
             raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
         with folder.open(name, "rb") as file:
-            found = streamed(iter(lambda: file.read(BLOCK), b""), lambda block: progress(len(block)))
+            found = stream_checksum(iter(lambda: file.read(BLOCK), b""), lambda block: progress(len(block)))
         if found != written:
             raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
 

@@ -147,7 +147,7 @@ def copy_files(
         place = target / name  # perhaps in a subfolder
         with source.open(name, "rb") as read, place.parent.open(place.name, "wb") as file:
             blocks = iter(lambda: read.read(manifest.BLOCK), b"")
-            if manifest.streamed(blocks, file.write, lambda block: progress(len(block))) != files[name]:
+            if manifest.stream_checksum(blocks, file.write, lambda block: progress(len(block))) != files[name]:
                 raise manifest.damaged(source, f"{name} has changed since it was staged")
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged, streamed
+from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged, stream_checksum
 from shardwright.files.arrays import Array, LazyArray, Slices, Stack, layer_of
 from shardwright.files.folder import Folder, StorageError
 from shardwright.files.safetensors_file import DTYPES, NAMES, bytes_of, file_header
@@ -63,7 +63,7 @@ def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPa
         # in blocks: a store's client copies what it is given at once
         blocks = (data[at : at + BLOCK] for data in parts for at in range(0, len(data), BLOCK))
         with folder.open(file, "wb") as out:
-            part.files[file] = streamed(blocks, out.write)
+            part.files[file] = stream_checksum(blocks, out.write)
     return part
 
 

@@ -24,6 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from shardwright.errors import UserError, a_type
 from shardwright.files.arrays import LazyArray, keeping_last
 from shardwright.weights.formats.format import DEQUANTIZED
+from shardwright.weights.names import first_names
 
 SUFFIX = ".gguf"
 
@@ -48,7 +49,7 @@ def open_gguf(
         parts[mapping.get(tensor.name)].append(tensor)
     names = [tensor.name for tensor in parts.pop(None, [])]
     if unknown := [name for name in names if not name.startswith("rope_freqs")]:  # RoPE's, computed from the config
-        raise ValueError(f"{len(unknown)} tensors that {a_type(model)} lacks: {', '.join(unknown[:4])}")
+        raise ValueError(f"{len(unknown)} tensors that {a_type(model)} lacks: {first_names(unknown)}")
 
     def values(name: str) -> torch.Tensor:
         merged: dict[str, Any] = {"tensors": {}, "config": settings}  # where a processor puts what it makes of several

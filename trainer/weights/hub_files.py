@@ -26,7 +26,7 @@ from shardwright.weights.weight_files import (
     TORCH_WEIGHTS,
     WEIGHTS,
     chosen_files,
-    none_there,
+    no_weights,
 )
 
 BESIDE = ("*config.json", "*.py")  # what an export carries along: configs of generation and processors, and code
@@ -92,7 +92,7 @@ def weight_files(name: str, there: Collection[str], read: Callable[[str], bytes]
     except NO_INDEX:
         found = [file for file in (INDEX, TORCH_INDEX) if file in there][:1]  # refused by its name where it is opened
     if found is None:
-        raise none_there(name, "its repository", there)
+        raise no_weights(name, "its repository", there)
     return found
 
 

@@ -119,8 +119,9 @@ class HubWeights:
             if twin in self.group_of:
                 lazy: Any = self._convert(twin, self.group_of[twin])[twin]
                 if twin in self.short:  # the rows that an adapter has are zeros
-                    missing: Any = torch.zeros(self.short[twin] - lazy.shape[0], *lazy.shape[1:], dtype=lazy.dtype)
-                    lazy = torch.cat([lazy, Lazy.of(missing)])
+                    missing = self.short[twin] - lazy.shape[0]
+                    rows: Any = Lazy.of(torch.zeros(missing, *lazy.shape[1:], dtype=lazy.dtype))
+                    lazy = torch.cat([lazy, rows])
                 return shaped_like(lazy.like, lazy.read)
         if name in self.begun:
             dtype = self(next(iter(self.group_of))).dtype

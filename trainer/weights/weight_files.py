@@ -62,7 +62,7 @@ def files_in(name: str, folder: Path) -> list[Path]:
     except (OSError, *NO_INDEX) as error:
         raise unreadable(name, folder / index, error) from error
     if names is None:
-        raise none_there(name, str(folder), there)
+        raise no_weights(name, str(folder), there)
     names = [file for file in names if file != index]
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
@@ -71,7 +71,7 @@ def files_in(name: str, folder: Path) -> list[Path]:
     return [folder / file for file in names]
 
 
-def none_there(asked: str, place: str, there: Collection[str]) -> UserError:
+def no_weights(asked: str, place: str, there: Collection[str]) -> UserError:
     """The refusal of a folder or a repository whose files ``there`` hold no weights, or perhaps not all of them."""
     weights = [file for file in there if file.endswith((SAFETENSORS, GGUF)) or is_state_dict(file)]
     why = "only the index says whether these are all of the files"

@@ -15,9 +15,8 @@ from shardwright.files.arrays import Array
 from shardwright.model.base_storage import quantization_settings
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
-from shardwright.weights.names import dtype_name
+from shardwright.weights.names import dtype_name, first_names
 
-_LISTED = 4  # names in a message
 # the first that holds a weight's tensors is its format
 FORMATS: tuple[Format, ...] = (
     *(fp8.BLOCKS, fp8.ROWS, fp8.SCALE, *fp8.FUSED),
@@ -150,9 +149,8 @@ def _check_left(tensors: Mapping[str, Array], used: Collection[str]) -> None:
     stem = first.removesuffix(main)
     said = {name: f"{name} in {dtype_name(array.dtype)}" for name, array in tensors.items() if name.startswith(stem)}
     beside = [text for name, text in said.items() if name != first]
-    there = f"{said[first]} has beside it " + (", ".join(beside[:_LISTED]) or "nothing")
-    names = ", ".join(left[:_LISTED]) + (" and others" if len(left) > _LISTED else "")
-    raise FormatError(f"{len(left)} tensors of codes without their scales: {names}; {there}", left)
+    there = f"{said[first]} has beside it {first_names(beside) or 'nothing'}"
+    raise FormatError(f"{len(left)} tensors of codes without their scales: {first_names(left)}; {there}", left)
 
 
 def _check_transforms(settings: Settings, tensors: Sequence[str]) -> None:
