@@ -14,7 +14,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.models.adapters.lora import base_of
 from shardwright.models.adapters.packings.registry import PACKINGS, SCALE
 from shardwright.models.layers.decoder_layers import DecoderLayers
-from shardwright.weights.packed_source import SCALES, VALUES, packed_source
+from shardwright.weights.packed_source import packed_source
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.step.test_adapters import check_gradients
 from tests.support.adapters import make_adapted
@@ -155,24 +155,3 @@ def test_each_row_is_read_once_whatever_devices_hold_of_it():
         scale = source(name + SCALE)[slice(expert, expert + 1), WHOLE, slice(0, 1)]
         assert torch.allclose(scale, torch.full((1, rows, 1), 1 / 127))
     assert array.reads == experts
-
-
-def test_what_is_published_in_the_packing_is_kept_bit_for_bit():
-    name = "model.layers.0.mlp.experts.down_proj"
-    plan = job_of("mixtral_ep", lora_r=4, base_dtype="fp8").stored
-    (how,) = (e.packed for e in plan.parameters if e.packed and name in plan.members(e.name))
-    made, blocks = torch.Generator().manual_seed(0), PACKINGS["fp8"].scales(how.weight).shape
-    codes = torch.randn(how.weight.shape, generator=made).to(torch.float8_e4m3fn)
-    scale = torch.rand(blocks, generator=made) + 0.5
-
-    class PublishedFp8:
-        def __call__(self, name):
-            raise AssertionError("it is not read as a plain weight")
-
-        def packed(self, asked, packing):
-            return {VALUES: codes, SCALES: scale} if (asked, packing) == (name, "fp8") else None
-
-    source = packed_source(PublishedFp8(), plan)
-    half = slice(0, how.weight.shape[0] // 2)
-    assert torch.equal(source(name)[half, WHOLE, WHOLE], codes[half].view(torch.uint8))
-    assert torch.equal(source(name + SCALE)[half, WHOLE, WHOLE], scale[half])

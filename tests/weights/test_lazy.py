@@ -38,6 +38,7 @@ MOVES = {
     "transposed": lambda a, b, c, d: torch.transpose(torch.cat([a, b, c, d], dim=0), 0, 1).contiguous(),
     "split": lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), [4, 12, 8])[1],
     "a chunk": lambda a, b, c, d: torch.chunk(torch.stack([a, b, c, d]), 4, dim=0)[2].squeeze(0),
+    "unbound": lambda a, b, c, d: torch.cat(torch.unbind(torch.stack([a, b, c, d], dim=1), dim=1)[1:3]),
     "unsqueezed": lambda a, b, c, d: torch.cat([x.unsqueeze(0) for x in (a, b, c, d)]),
     "cast": lambda a, b, c, d: torch.stack([a, b, c, d]).to(torch.bfloat16),
 }

@@ -15,6 +15,7 @@ import xxhash
 
 from shardwright.errors import UserError
 from shardwright.files.folder import TEMPORARY, Folder, StorageError
+from shardwright.hosts.hosts import hosts
 
 FORMAT = 2  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"
@@ -56,7 +57,19 @@ def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
 
 
 def checksum(data: bytes) -> Checksum:
-    return {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+    return stream_checksum([data])
+
+
+def stream_checksum(blocks: Iterable[bytes | memoryview], *takers: Callable[[Any], object]) -> Checksum:
+    """The size and checksum of a file of these ``blocks``, each of which the ``takers`` get on the way."""
+    state, size = xxhash.xxh3_64(), 0
+    for block in blocks:
+        hosts().watchdog.progressed()
+        state.update(block)
+        size += len(block)
+        for take in takers:
+            take(block)
+    return {"bytes": size, "xxh3": state.hexdigest()}
 
 
 def is_whole(folder: Folder) -> bool:
@@ -85,12 +98,9 @@ def check(
             raise damaged(folder, f"{name} has {size:,} bytes, and had {written['bytes']:,} when it was written")
         if size > LARGEST and not TENSORS.fullmatch(name):
             raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
-        state = xxhash.xxh3_64()
         with folder.open(name, "rb") as file:
-            while block := file.read(BLOCK):
-                state.update(block)
-                progress(len(block))
-        if state.hexdigest() != written["xxh3"]:
+            found = stream_checksum(iter(lambda: file.read(BLOCK), b""), lambda block: progress(len(block)))
+        if found != written:
             raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
 
 

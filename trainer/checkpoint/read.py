@@ -30,6 +30,7 @@ from shardwright.model.meta_model import config_of
 from shardwright.models.adapters.lora import own_parameters
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
+from shardwright.weights.names import first_lines
 from shardwright.weights.tokenizer_files import write_all
 
 T = TypeVar("T")
@@ -124,10 +125,9 @@ class RunCheckpoint:
             if found.get(name, shape) != shape:
                 wrong.append(f"{name} of shape {list(found[name])}, the model's is {list(shape)}")
         if wrong:
-            more = f"; and {len(wrong) - 4} more" if wrong[4:] else ""
             raise UserError(
                 asked=f"the weights in {self.folder}",
-                found="; ".join(wrong[:4]) + more,
+                found=first_lines(wrong),
                 why="its weights are another model's: under this one's config they compute other numbers, if any",
                 instead=f"the model that it was saved with (--model {self.arguments.get('model')}; its config is "
                 f"{self.folder}/config.json)",

@@ -144,15 +144,10 @@ def copy_files(
 ) -> None:
     """Copies files; raises StorageError if they can't be written, and UserError if one is not what was staged."""
     for name in names:
-        place, state, size = target / name, xxhash.xxh3_64(), 0  # perhaps in a subfolder
+        place = target / name  # perhaps in a subfolder
         with source.open(name, "rb") as read, place.parent.open(place.name, "wb") as file:
-            while block := read.read(manifest.BLOCK):
-                file.write(block)
-                state.update(block)
-                size += len(block)
-                hosts().watchdog.progressed()
-                progress(len(block))
-            if {"bytes": size, "xxh3": state.hexdigest()} != files[name]:
+            blocks = iter(lambda: read.read(manifest.BLOCK), b"")
+            if manifest.stream_checksum(blocks, file.write, lambda block: progress(len(block))) != files[name]:
                 raise manifest.damaged(source, f"{name} has changed since it was staged")
 
 

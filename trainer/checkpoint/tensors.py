@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
-import xxhash
 
-from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged
+from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged, stream_checksum
 from shardwright.files.arrays import Array, LazyArray, Slices, Stack, layer_of
 from shardwright.files.folder import Folder, StorageError
 from shardwright.files.safetensors_file import DTYPES, NAMES, bytes_of, file_header
-from shardwright.hosts.hosts import hosts
 from shardwright.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
 from shardwright.model.meta_model import MOST_LAYERS
 
@@ -55,19 +53,17 @@ def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPa
         # semi-private: torch/distributed/checkpoint/_hf_utils.py, torch 2.9; by these its reader puts shards together
         saved = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": at} for name, at in offsets.items()})}
         head = file_header({name: (values.shape, values.dtype) for name, (_, values) in held.items()}, **saved)
-        state, size = xxhash.xxh3_64(), len(head)
+        size = len(head)
         for name, (_, values) in held.items():
             piece = {"file": file, "begin": size, "length": values.nbytes}
             piece |= {"offsets": offsets[name], "shape": list(values.shape)}
             part.pieces.append((name, NAMES[values.dtype], piece))
             size += values.nbytes
+        parts = itertools.chain([memoryview(head)], (bytes_of(values) for _, values in held.values()))
+        # in blocks: a store's client copies what it is given at once
+        blocks = (data[at : at + BLOCK] for data in parts for at in range(0, len(data), BLOCK))
         with folder.open(file, "wb") as out:
-            for data in itertools.chain([memoryview(head)], (bytes_of(values) for _, values in held.values())):
-                for at in range(0, len(data), BLOCK):  # a store's client copies what it is given at once
-                    hosts().watchdog.progressed()
-                    state.update(data[at : at + BLOCK])
-                    out.write(data[at : at + BLOCK])
-        part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
+            part.files[file] = stream_checksum(blocks, out.write)
     return part
 
 

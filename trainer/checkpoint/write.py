@@ -326,11 +326,8 @@ def _fill(
 
     def write_rest() -> Files:
         files = tensors.write_index(folder, parts, shapes)
-        for name, data in texts.items():
-            place = folder / name  # perhaps in a subfolder
-            place.parent.write(place.name, data)
-            files[name] = manifest.checksum(data)
-        return files
+        folder.write_each(texts)
+        return files | {name: manifest.checksum(data) for name, data in texts.items()}
 
     return job.once(write_rest)
 

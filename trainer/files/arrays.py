@@ -37,6 +37,19 @@ class LazyArray:
         return self.read(where)
 
 
+def shaped_like(array: Array, read: Callable[[Slices], torch.Tensor]) -> LazyArray:
+    """An array with the shape and dtype of ``array``, whose slices are the results of ``read``."""
+    return LazyArray(tuple(array.shape), array.dtype, read)
+
+
+def mapped(
+    array: Array, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+) -> LazyArray:
+    """``array`` with ``function`` of what each read gives, as ``dtype``, by default its own."""
+    dtype = dtype or array.dtype
+    return LazyArray(tuple(array.shape), dtype, lambda where: function(array[where]).to(dtype))
+
+
 class Stack:
     """The :class:`Array` ``[layers, ...]`` of arrays of one shape."""
 
@@ -51,18 +64,6 @@ class Stack:
 def layer_of(stack: Array, layer: int) -> LazyArray:
     """One layer of a stack."""
     return LazyArray(tuple(stack.shape[1:]), stack.dtype, lambda where: stack[(slice(layer, layer + 1), *where)][0])
-
-
-def with_zeros(array: Array, rows: int) -> LazyArray:
-    """``array`` with zeros behind it, up to so many ``rows``."""
-
-    def read(where: Slices) -> torch.Tensor:
-        first, *rest = where
-        there = array[(slice(min(first.start, array.shape[0]), min(first.stop, array.shape[0])), *rest)]
-        missing = first.stop - first.start - there.shape[0]
-        return torch.cat([there, there.new_zeros(missing, *there.shape[1:])])
-
-    return LazyArray((rows, *array.shape[1:]), array.dtype, read)
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -196,6 +196,12 @@ class Folder:
         with errors("write", self._join(name)):
             self._fs.makedirs(self._path, exist_ok=True)
             self._store.pipe_file(self._join(name), data)  # one request: a stream that breaks off is removed
+
+    def write_each(self, files: Mapping[str, bytes]) -> None:
+        """Writes files, by their paths, one by one: each whole or not at all."""
+        for path, data in files.items():
+            place, _, name = path.rpartition("/")
+            (self / place if place else self).write(name, data)
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Folder]:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices, whole
+from shardwright.files.arrays import Array, Slices, mapped, shaped_like, whole
 from shardwright.files.folder import Folder
 from shardwright.models.adapters.lora import A0, B0, A, B, Lora, M, T, base_of
 from shardwright.models.experts.input_scaling import ScaledExperts
@@ -88,8 +88,7 @@ def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedMo
     def source(name: str) -> Array:
         weight = base(name)
         if name in lora.whole:
-            own = factors(name)
-            return LazyArray(tuple(own.shape), weight.dtype, lambda where: own[where].to(weight.dtype))
+            return mapped(factors(name), lambda part: part, weight.dtype)
         if name in rows_of:
             own, numbers = factors(name + T), rows_of[name]
 
@@ -100,7 +99,7 @@ def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedMo
                         part[row - rows.start] = own[number : number + 1, columns][0].to(part.dtype)
                 return part
 
-            return LazyArray(tuple(weight.shape), weight.dtype, replaced)
+            return shaped_like(weight, replaced)
         if name not in lora.targets:
             return weight
         a, b = factors(name + A), factors(name + B)
@@ -122,7 +121,7 @@ def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedMo
             return length[:, None] * merged[:, columns]
 
         made = lengthened if lora.dora else read
-        return LazyArray(tuple(weight.shape), weight.dtype, lambda where: made(where).to(weight.dtype))
+        return shaped_like(weight, lambda where: made(where).to(weight.dtype))
 
     return source
 

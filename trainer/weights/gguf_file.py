@@ -22,8 +22,9 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import LazyArray, Slices, keeping_last
+from shardwright.files.arrays import LazyArray, keeping_last
 from shardwright.weights.formats.format import DEQUANTIZED
+from shardwright.weights.names import first_names
 
 SUFFIX = ".gguf"
 
@@ -43,16 +44,12 @@ def open_gguf(
     architecture, settings = field.contents(), load_gguf_checkpoint(str(file))["config"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
     mapping, state = get_gguf_hf_weights_map(model, processor), model.state_dict()
-    parts: dict[str, list[Any]] = defaultdict(list)
-    unknown = []
+    parts: dict[Any, list[Any]] = defaultdict(list)
     for tensor in reader.tensors:
-        name = mapping.get(tensor.name)
-        if name is None:
-            unknown.append(tensor.name)
-        else:
-            parts[name].append(tensor)
-    if unknown := [name for name in unknown if not name.startswith("rope_freqs")]:  # RoPE's, computed from the config
-        raise ValueError(f"{len(unknown)} tensors that {a_type(model)} lacks: {', '.join(unknown[:4])}")
+        parts[mapping.get(tensor.name)].append(tensor)
+    names = [tensor.name for tensor in parts.pop(None, [])]
+    if unknown := [name for name in names if not name.startswith("rope_freqs")]:  # RoPE's, computed from the config
+        raise ValueError(f"{len(unknown)} tensors that {a_type(model)} lacks: {first_names(unknown)}")
 
     def values(name: str) -> torch.Tensor:
         merged: dict[str, Any] = {"tensors": {}, "config": settings}  # where a processor puts what it makes of several
@@ -73,13 +70,10 @@ def open_gguf(
     last = keeping_last(values)
 
     def array(name: str) -> LazyArray:
-        def read(where: Slices) -> torch.Tensor:
-            return last(name)[where]
-
         count = sum(int(tensor.n_elements) for tensor in parts[name])
         if count != state[name].numel():
             raise ValueError(f"{name} of {count:,} values, where the config says {list(state[name].shape)}")
-        return LazyArray(tuple(state[name].shape), _dtype(parts[name]), read)
+        return LazyArray(tuple(state[name].shape), _dtype(parts[name]), lambda where: last(name)[where])
 
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors if tensor.tensor_type.name != "F32")
     return {name: array(name) for name in parts if name in state}, counts

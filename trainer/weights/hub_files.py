@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +19,15 @@ from shardwright.hosts.hosts import hosts
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.report.units import size
-from shardwright.weights.weight_files import GGUF, INDEX, NO_INDEX, TORCH_INDEX, TORCH_WEIGHTS, WEIGHTS, chosen_files
+from shardwright.weights.weight_files import (
+    INDEX,
+    NO_INDEX,
+    TORCH_INDEX,
+    TORCH_WEIGHTS,
+    WEIGHTS,
+    chosen_files,
+    no_weights,
+)
 
 BESIDE = ("*config.json", "*.py")  # what an export carries along: configs of generation and processors, and code
 _WORKERS = 8  # files that are fetched at once, as the hub's own client does
@@ -60,22 +68,20 @@ def fetched(name: str, console: Console) -> Path:
         raise
     try:
         # the index first, which says what else
-        wanted = weight_files(
-            name, there, lambda file: _get(repository, file, commit, _bar_class(lambda count: None)).read_bytes()
-        )
+        wanted = weight_files(name, there, lambda file: _get(repository, file, commit).read_bytes())
         wanted += [file for file in there if "/" not in file and any(fnmatch(file, each) for each in BESIDE)]
         absent = {file: there[file] for file in wanted if file in there and not cached(file)}
         if absent:
             _fetch(repository, str(commit), absent, console)
-        return _get(repository, "config.json", commit, _bar_class(lambda count: None)).parent
+        return _get(repository, "config.json", commit).parent
     except UserError:
         raise
     except Exception as error:  # of many types; a connection that fails midway among them
         raise hub_error(f"--model {name}", name, error) from error
 
 
-def weight_files(name: str, there: Mapping[str, int], read: Callable[[str], bytes]) -> list[str]:
-    """The files of weights among ``there`` (path → bytes) and the index of them; UserError if there are none.
+def weight_files(name: str, there: Collection[str], read: Callable[[str], bytes]) -> list[str]:
+    """The files of weights among the paths ``there`` and the index of them; UserError if there are none.
 
     Args:
         name: the repository, as the user asked for it.
@@ -85,22 +91,14 @@ def weight_files(name: str, there: Mapping[str, int], read: Callable[[str], byte
         found = chosen_files(there, read)
     except NO_INDEX:
         found = [file for file in (INDEX, TORCH_INDEX) if file in there][:1]  # refused by its name where it is opened
-    if found is not None:
-        return found
-    largest = sorted(there, key=lambda file: -there[file])[:4]
-    instead = "a repository or revision with safetensors in the hub's format"
-    if any(file.endswith(GGUF) for file in there):
-        instead += "; or one of its GGUF files, downloaded: --model FILE.gguf"
-    raise UserError(
-        asked=f"--model {name}",
-        found=f"neither {WEIGHTS} nor {INDEX} in its repository, but "
-        + ", ".join(f"{file} ({size(there[file])})" for file in largest),
-        why="only these say which files are the weights, and all of them",
-        instead=f"{instead}; or --from_scratch, which trains from random weights",
-    )
+    if found is None:
+        raise no_weights(name, "its repository", there)
+    return found
 
 
-def _get(repository: str, file: str, commit: str | None, bar: Any) -> Path:
+def _get(repository: str, file: str, commit: str | None, bar: Any = None) -> Path:
+    """Fetches a file; ``bar``: of :func:`_bar_class`, by default one that nobody sees."""
+    bar = bar or _bar_class(lambda count: None)
     return Path(hf_hub_download(repository, file, revision=commit, tqdm_class=bar))
 
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -20,26 +19,24 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-# semi-private: transformers/conversion_mapping.py and transformers/core_model_loading.py, transformers 5.23
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+# semi-private: transformers/core_model_loading.py, transformers 5.23
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices, is_finite, with_zeros
+from shardwright.files.arrays import Array, is_finite, mapped, shaped_like
 from shardwright.files.hub_names import is_hub_name
-from shardwright.files.safetensors_file import DTYPES
 from shardwright.model.base_storage import quantization_settings
 from shardwright.model.classifier import head_parameters
 from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights import gguf_file
-from shardwright.weights.formats.format import DEQUANTIZED
+from shardwright.weights.formats.format import DEQUANTIZED, WIDE_FLOATS
 from shardwright.weights.formats.plain_weights import FormatError, PlainWeights, plain
 from shardwright.weights.hub_files import fetched
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import is_mtp
-from shardwright.weights.names import first_names, parameter_names
+from shardwright.weights.names import NamesInFiles, dtype_name, first_names, parameter_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.weight_files import GGUF, files_in, open_file, refused, unreadable
 from shardwright.weights.weight_sources import in_dtype, seeded_init
@@ -48,7 +45,6 @@ from shardwright.weights.wrapper_prefixes import without_prefixes
 _PLAIN = "the checkpoint in bfloat16 or float32"
 # name -> tensor, and the file that it lies in
 Stored = Mapping[str, tuple[Array, Path | RemoteFile]]
-_FLOATING = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize > 1}  # FP8: codes
 
 
 @dataclass
@@ -115,15 +111,18 @@ class HubWeights:
     def said(self) -> str:
         """The quantized formats, for a run's first lines: "MXFP4 (48 tensors), dequantized to bfloat16", or ""."""
         listed = ", ".join(f"{title} ({count:,} tensors)" for title, count in self.formats.items())
-        return listed and f"{listed}, dequantized to {str(DEQUANTIZED).removeprefix('torch.')}"
+        return listed and f"{listed}, dequantized to {dtype_name(DEQUANTIZED)}"
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
         for twin in (name, *self.tied.get(name, ())):
             if twin in self.group_of:
-                lazy = self._convert(twin, self.group_of[twin])[twin]
-                array = LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
-                return array if twin not in self.short else with_zeros(array, self.short[twin])
+                lazy: Any = self._convert(twin, self.group_of[twin])[twin]
+                if twin in self.short:  # the rows that an adapter has are zeros
+                    missing = self.short[twin] - lazy.shape[0]
+                    rows: Any = Lazy.of(torch.zeros(missing, *lazy.shape[1:], dtype=lazy.dtype))
+                    lazy = torch.cat([lazy, rows])
+                return shaped_like(lazy.like, lazy.read)
         if name in self.begun:
             dtype = self(next(iter(self.group_of))).dtype
             return in_dtype(seeded_init(self.model, self.seed), dtype, lambda name: None)(name)
@@ -132,8 +131,7 @@ class HubWeights:
     def _open(self, file: Path | RemoteFile) -> Mapping[str, Array]:
         """Name -> tensor of a file; of one in a repository only the header is fetched."""
 
-        def read(view: torch.Tensor, where: Slices) -> torch.Tensor:
-            part = view[where]
+        def counted(part: torch.Tensor) -> torch.Tensor:
             self.watch(part.nbytes)
             return part
 
@@ -144,8 +142,7 @@ class HubWeights:
                 arrays, counts = gguf_file.open_gguf(file, self.model, lambda count: self.watch(count))
                 self.formats.update(counts)
                 return arrays
-            views = open_file(file)
-            return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
+            return {name: mapped(view, counted) for name, view in open_file(file).items()}
         except UserError:
             raise
         except Exception as error:  # safetensors', gguf's, unpickling's, and torch's for shapes that it can't hold
@@ -178,18 +175,11 @@ class HubWeights:
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
-        mapping = get_model_conversion_mapping(self.model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix, state = self.model.base_model_prefix, self.model.state_dict()
-        groups: dict[str, Group] = {}
+        names, groups = NamesInFiles(self.model), dict[str, Group]()
         for tensor in sorted(self.tensors, key=dot_natural_key):
             key = mtp.own_name(tensor, self.mtp, self.model.config)
-            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if name not in state and key in state:  # it has the model's own name already
-                name, pattern = rename_source_key(key, [], [], prefix, state)
-            transform = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
+            name, pattern = names.become(key)
+            transform = WeightRenaming(key, name) if pattern is None else names.by_pattern[pattern]
             groups.setdefault(name, Group(transform)).members.append((pattern or key, tensor))
         return groups
 
@@ -247,15 +237,14 @@ class HubWeights:
         if name not in self.tied or not array.dtype.is_floating_point or array.dtype.itemsize == 1:
             return array
 
-        def read(where: Slices) -> torch.Tensor:
-            part = array[where]
+        def checked(part: torch.Tensor) -> torch.Tensor:
             if not is_finite(part):
                 text = f"{tensor} with values that are infinite or no numbers (in {self.files[tensor]})"
                 why = "the first step would make all of the model's numbers so"
                 raise refused(self.asked, text, why, "the files as they were published, or an earlier checkpoint")
             return part
 
-        return LazyArray(tuple(array.shape), array.dtype, read)
+        return mapped(array, checked)
 
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
@@ -290,7 +279,7 @@ class HubWeights:
                 instead += f"; or {_PLAIN}"
             raise refused(self.asked, "tensors " + "; tensors ".join(wrong), why, instead)
         floating = {name: found[name].dtype for name in shapes if state[name].is_floating_point()}
-        other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in _FLOATING]
+        other = [f"{name} in {dtype}" for name, dtype in floating.items() if dtype not in WIDE_FLOATS]
         if other:
             text = f"{len(other)} tensors of no floating-point numbers: {first_names(other)}"
             why = "they are quantized, or of another kind: taken as they stand they would be other weights"

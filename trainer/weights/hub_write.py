@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming, build_glob_alternati
 from transformers.trainer_utils import align_special_tokens
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import LazyArray, keeping_last, whole
+from shardwright.files.arrays import keeping_last, shaped_like, whole
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
@@ -47,7 +47,7 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_prepro
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The format of an export; raises UserError if there is no such key format, or the size can't be read."""
+    """The format of an export; raises UserError where its parts don't go together, or the size can't be read."""
 
     # original: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes them; new: as
     # transformers 5 has them in memory
@@ -58,20 +58,6 @@ class ExportFormat:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        if self.key_format not in ("original", "new"):
-            raise UserError(
-                asked=f"key format {self.key_format!r}",
-                found="it is none of the known ones",
-                why="names in a checkpoint follow one of two conventions",
-                instead="original (as on the hub) or new (as transformers 5 has them in memory)",
-            )
-        if self.format is not None and self.format not in FORMATS:
-            raise UserError(
-                asked=f"format {self.format!r}",
-                found="it is none of the known ones",
-                why="weights are written in formats that loaders read",
-                instead=", ".join(FORMATS),
-            )
         if self.key_format == "new" and self.asks_base:
             raise UserError(
                 asked=f"--format {self.format} --key_format new",
@@ -188,7 +174,7 @@ def hub_tensors(
 
     def leaf(name: str) -> Lazy:
         array = source(name)
-        return Lazy.of(LazyArray(tuple(array.shape), array.dtype, lambda where: read(name)[where]), name)
+        return Lazy.of(shaped_like(array, lambda where: read(name)[where]), name)
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
     kept = kept_in_float32(model)
@@ -286,6 +272,4 @@ def _write_description(
         origin = local_folder(base, CONFIG)
         files = read_all(origin, _PROCESSOR) if origin is not None else {}
         files |= read_all(Path(scratch), ["**/*"])
-        for name, data in with_code(files, origin).items():
-            place, _, file = name.rpartition("/")
-            (folder / place if place else folder).write(file, data)
+        folder.write_each(with_code(files, origin))

@@ -61,31 +61,25 @@ class Lazy:
         args, kwargs = tuple(args), dict(kwargs or {})
         meta_args, meta_kwargs = tree_map_only(Lazy, lambda lazy: lazy.like, (args, kwargs))
         like = function(*meta_args, **meta_kwargs)
-        several = isinstance(like, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in like)
-        if not (several or isinstance(like, torch.Tensor)):
-            return like  # a size or a flag
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Lazy)]
-        names = frozenset().union(*(each.names for each in inputs))
         name = getattr(function, "__name__", "")
+        if name in APART:
+            return APART[name](like, *args, **kwargs)
+        if not isinstance(like, torch.Tensor):
+            assert not isinstance(like, tuple) or torch.Tensor not in map(type, like), f"{name} of a lazy tensor"
+            return like  # a size or a flag
         if name in ("contiguous", "clone", "detach"):
             return args[0]
-        if name in ("split", "chunk"):
-            return _split(like, *args, **kwargs)
+        names = frozenset().union(*(each.names for each in tree_leaves((args, kwargs)) if isinstance(each, Lazy)))
         if name in MOVES:
             return cls(like, functools.partial(_move, MOVES[name], args, kwargs), names=names)
 
         @functools.cache  # as long as the expression lives
-        def computed() -> Sequence[torch.Tensor]:
+        def computed() -> torch.Tensor:
             whole_args, whole_kwargs = tree_map_only(Lazy, Lazy.read, (args, kwargs))
-            values = function(*whole_args, **whole_kwargs)
-            return values if several else [values]
+            values: torch.Tensor = function(*whole_args, **whole_kwargs)
+            return values
 
-        def fill(index: int, where: Slices, out: torch.Tensor) -> None:
-            out.copy_(computed()[index][where])
-
-        parts = like if several else [like]
-        found = tuple(cls(part, functools.partial(fill, index), names=names) for index, part in enumerate(parts))
-        return found if several else found[0]
+        return cls(like, lambda where, out: out.copy_(computed()[where]), names=names)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -167,3 +161,10 @@ MOVES: dict[str, Callable[..., Moved]] = dict.fromkeys(("cat", "concat", "concat
 def _split(parts: Sequence[torch.Tensor], tensor: Lazy, sizes: Any, dim: int = 0) -> tuple[Lazy, ...]:
     starts = itertools.accumulate((part.shape[dim] for part in parts), initial=0)
     return tuple(tensor.narrow(dim, start, part.shape[dim]) for part, start in zip(parts, starts, strict=False))
+
+
+def _unbind(parts: Sequence[torch.Tensor], tensor: Lazy, dim: int = 0) -> tuple[Lazy, ...]:
+    return tuple(tensor.narrow(dim, index, 1).squeeze(dim) for index in range(len(parts)))
+
+
+APART: dict[str, Callable[..., tuple[Lazy, ...]]] = {"split": _split, "chunk": _split, "unbind": _unbind}

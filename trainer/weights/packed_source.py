@@ -1,20 +1,13 @@
 """A source whose weights are packed while they are read, as their plan stores them."""
 
-from collections.abc import Callable, Mapping
-
 import torch
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices, keeping_last
 from shardwright.layout.plan import Packed, ShardingPlan
-from shardwright.models.adapters.packings.registry import PACKINGS, SCALE, Part
+from shardwright.models.adapters.packings.registry import SCALE, Part
 from shardwright.weights.weight_sources import Source
 
-# keys of a weight's parts as they are published: codes, one for each number, and scales, one for each block, both in
-# the weight's own dimensions
-VALUES, SCALES = "values", "scale"
-# (name, word of `PACKINGS`) -> the weight's parts; None: it is not published in that packing
-PublishedParts = Callable[[str, str], Mapping[str, Array] | None]
 # (first, behind the last) of each of a weight's dimensions: whole blocks
 _Region = tuple[tuple[int, int], ...]
 _Parts = tuple[torch.Tensor, torch.Tensor]
@@ -24,8 +17,7 @@ def packed_source(source: Source, plan: ShardingPlan) -> Source:
     """``source`` with the weights that ``plan`` packs as codes, and their scales under names of their own.
 
     Blocks are read whole, and once. The host holds the codes of one weight, the scales that have not been asked for
-    yet, and the numbers of one slice of dimension 0. Of a source with a method ``packed`` (:data:`PublishedParts`)
-    codes and scales are kept bit for bit.
+    yet, and the numbers of one slice of dimension 0.
     """
     packed = {name: entry.packed for entry in plan.parameters if entry.packed for name in plan.members(entry.name)}
     codes = keeping_last(lambda name: dict[_Region, torch.Tensor]())
@@ -74,12 +66,6 @@ def _read(source: Source, name: str, how: Packed, region: _Region) -> _Parts:
 
 def _packed(source: Source, name: str, how: Packed, region: _Region) -> _Parts:
     where = tuple(slice(*pair) for pair in region)
-    published: PublishedParts = getattr(source, "packed", lambda name, packing: None)
-    word = next(word for word, packing in PACKINGS.items() if packing is how.packing)
-    if (found := published(name, word)) is not None:
-        block = how.packing.block(how.weight)
-        scales = tuple(slice(a // n, -(-b // n)) for (a, b), n in zip(region, block, strict=True))
-        return how.packing.arrange(found[VALUES][where], found[SCALES][scales], how.weight)
     try:
         return how.packing.pack(source(name)[where], how.weight)
     except ValueError as error:

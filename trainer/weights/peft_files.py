@@ -142,9 +142,7 @@ def save_adapter(
     with byte_bar(console, "writing the adapter", total) as advance:
         write_files(folder, {WEIGHTS: list(tensors)}, tensors, advance)
     if tokenizer is not None:
-        for name, data in tokenizer_files(tokenizer, config=b"{}").items():  # no model's config lies beside an adapter
-            place, _, file = name.rpartition("/")
-            (folder / place if place else folder).write(file, data)
+        folder.write_each(tokenizer_files(tokenizer, config=b"{}"))  # no model's config lies beside an adapter
     folder.write(CONFIG, as_json(files.config()))
     hosts().once(lambda: None)  # by now the first host has written them
     prove(folder, files, factors)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import revert_weight_conversion
 
-from shardwright.files.arrays import Array, LazyArray
+from shardwright.files.arrays import Array, shaped_like
 from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.models.adapters.lora import A, B, Lora, M, T, factor_shape
 from shardwright.weights.lazy_tensors import Lazy
@@ -54,7 +54,7 @@ def unstarted(factors: Source, lora: Lora) -> Source:
         # torch's functions take them for tensors
         joined: list[Any] = [now, first] if name.endswith(A) else [now, torch.neg(first)]  # type: ignore[arg-type]
         lazy: Any = torch.cat(joined, dim=0 if name.endswith(A) else 1)
-        return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
+        return shaped_like(lazy.like, lazy.read)
 
     return source
 

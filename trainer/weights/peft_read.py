@@ -9,10 +9,11 @@ from safetensors.torch import load
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.arrays import Array, Slices, shaped_like
 from shardwright.files.folder import Folder
 from shardwright.model.peft_config import CONFIG, WEIGHTS
 from shardwright.models.adapters.lora import A, B, Lora
+from shardwright.weights.names import first_lines
 from shardwright.weights.peft_layout import PREFIX, TAILS, as_peft, factor_shapes, from_peft, hub_parts, peft_keys
 from shardwright.weights.weight_sources import Source
 
@@ -60,7 +61,7 @@ class OpenAdapter:
                     )
                 return part
 
-            return LazyArray(tuple(values.shape), values.dtype, read)
+            return shaped_like(values, read)
 
         return source
 
@@ -96,7 +97,7 @@ def open_adapter(
     if wrong:
         raise UserError(
             asked=f"the adapter in {folder}",
-            found="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if wrong[4:] else ""),
+            found=first_lines(wrong),
             why=f"its factors are not those that its {CONFIG} describes for this model",
             instead="the adapter as PEFT saved it, and the model that it was trained on; "
             "one written with --adapter_format peft",

@@ -2,22 +2,20 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array
 from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
 from shardwright.weights.formats.format import DEQUANTIZED
 from shardwright.weights.hub_files import repository_files, weight_files
 from shardwright.weights.hub_read import HubWeights, open_hub_weights
 from shardwright.weights.mtp import is_mtp
-from shardwright.weights.names import first_names
+from shardwright.weights.names import dtype_name, first_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.torch_file import is_state_dict
 from shardwright.weights.weight_files import SAFETENSORS
@@ -77,20 +75,13 @@ def _rows(hub: HubWeights) -> Iterator[TensorKind]:
         if name in hub.untrained:
             kind = "carried: multi-token prediction" if is_mtp(name, config) else "carried: no part of the model"
         elif name in published.packed:
-            kind = f"read: {published.packed[name].form.title}, dequantized to {_dtype(DEQUANTIZED)}"
+            kind = f"read: {published.packed[name].form.title}, dequantized to {dtype_name(DEQUANTIZED)}"
         else:
-            kind = f"read: {_dtype(array.dtype)}"
+            kind = f"read: {dtype_name(array.dtype)}"
         kinds[kind].append(name)
     for kind, names in sorted(kinds.items(), reverse=True):
-        yield _row(kind, names, [array for name in names for array in published.stored(name)])
+        arrays = [array for name in names for array in published.stored(name)]
+        total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+        yield TensorKind(kind, len(names), total, ", ".join(names[:2]) + (", …" if len(names) > 2 else ""))
     if published.unread:
         yield TensorKind("not read: scales of activations", len(published.unread), 0, first_names(published.unread))
-
-
-def _row(what: str, names: list[str], arrays: Iterable[Array]) -> TensorKind:
-    total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    return TensorKind(what, len(names), total, ", ".join(names[:2]) + (", …" if len(names) > 2 else ""))
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

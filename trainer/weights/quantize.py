@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from shardwright.errors import UserError, a_type
-from shardwright.files.arrays import Array, LazyArray, Slices, is_finite, whole
+from shardwright.files.arrays import Array, Slices, is_finite, shaped_like, whole
 from shardwright.layout.auto import layers_list
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.roles import Roles
@@ -49,38 +49,25 @@ class Scheme:
     """A format to quantize to, where the base has no say."""
 
     form: Format
-    settings: Callable[[list[str]], dict[str, Any]]  # the quantization_config, from the modules that are left out
+    settings: dict[str, Any]  # the quantization_config
+    left_out: str = "modules_to_not_convert"  # its entry that lists the modules which are left out
     fused: bool = False  # it holds all experts of a layer together, and these alone
     # whether a loader reads a weight of this shape that the format can hold
     is_read: Callable[[Sequence[int]], bool] = lambda shape: True
 
 
-def _fp8_settings(left_out: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [_BLOCK, _BLOCK],
-        "modules_to_not_convert": left_out,
-    }
-
-
-def _mxfp4_settings(left_out: list[str]) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
-
-
-def _packed_settings(format_name: str, **weights: Any) -> Callable[[list[str]], dict[str, Any]]:
-    """Settings of compressed-tensors, as Kimi-K2.5 and Kimi-K3 have them but for the names of what is left out."""
+def _packed(form: Format, name: str, **weights: Any) -> Scheme:
+    """A scheme of compressed-tensors, as Kimi-K2.5 and Kimi-K3 have it but for the names of what is left out."""
     common = {"dynamic": False, "group_size": _GROUP, "num_bits": 4, "strategy": "group", "symmetric": True}
     group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": common | weights}
-    return lambda left_out: {
-        "config_groups": {"group_0": {**group, "format": format_name}},
-        "format": format_name,
-        "ignore": left_out,
+    settings = {
+        "config_groups": {"group_0": {**group, "format": name}},
+        "format": name,
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
+    return Scheme(form, settings, left_out="ignore")
 
 
 def _in_equal_blocks(shape: Sequence[int]) -> bool:
@@ -88,14 +75,15 @@ def _in_equal_blocks(shape: Sequence[int]) -> bool:
     return all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
 
 
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}
 # the first that fits the model is taken
 SCHEMES: dict[str, tuple[Scheme, ...]] = {
-    "fp8": (Scheme(fp8.BLOCKS, _fp8_settings, is_read=_in_equal_blocks),),
+    "fp8": (Scheme(fp8.BLOCKS, _FP8, is_read=_in_equal_blocks),),
     "mxfp4": (
-        Scheme(mxfp4.GPT_OSS, _mxfp4_settings, fused=True),
-        Scheme(mxfp4.PACKED, _packed_settings("mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8")),
+        Scheme(mxfp4.GPT_OSS, {"quant_method": "mxfp4"}, fused=True),
+        _packed(mxfp4.PACKED, "mxfp4-pack-quantized", type="float", scale_dtype="torch.uint8"),
     ),
-    "int4": (Scheme(integers.PACKED, _packed_settings("pack-quantized", type="int")),),
+    "int4": (_packed(integers.PACKED, "pack-quantized", type="int"),),
 }
 _UNWRITTEN = f"--format fp8, int4; or {_PLAIN}, from which its own tools make it"
 
@@ -153,10 +141,7 @@ class QuantizedTensors:
             return held.pop(tail)[where]
 
         stem = name.removesuffix(form.plain)
-        return {
-            stem + tail: Lazy.of(LazyArray(tuple(like.shape), like.dtype, partial(read, tail)))
-            for tail, like in made.items()
-        }
+        return {stem + tail: Lazy.of(shaped_like(like, partial(read, tail))) for tail, like in made.items()}
 
     def _likes(self, form: Format, like: torch.Tensor, base: PackedWeight | None) -> Mapping[str, torch.Tensor]:
         """Shapes and dtypes of a weight's tensors, on meta; of the thousands of experts of one shape, once."""
@@ -251,7 +236,8 @@ def quantize(
     if not chosen:
         found = f"no linear weight that loaders read in it in the layers of {a_type(model)}"
         raise _refused(asked, found, "nothing would be quantized")
-    return QuantizedTensors(asked, scheme.settings(left_out), forms, packed, unread=unread)
+    settings = {**scheme.settings, scheme.left_out: left_out}
+    return QuantizedTensors(asked, settings, forms, packed, unread=unread)
 
 
 def _around(name: str) -> str:

@@ -62,7 +62,7 @@ def files_in(name: str, folder: Path) -> list[Path]:
     except (OSError, *NO_INDEX) as error:
         raise unreadable(name, folder / index, error) from error
     if names is None:
-        raise _none(name, folder, there)
+        raise no_weights(name, str(folder), there)
     names = [file for file in names if file != index]
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
@@ -71,16 +71,17 @@ def files_in(name: str, folder: Path) -> list[Path]:
     return [folder / file for file in names]
 
 
-def _none(name: str, folder: Path, there: list[str]) -> UserError:
-    other = [file for file in there if file.endswith((SAFETENSORS, GGUF)) or is_state_dict(file)]
-    found, why = f"neither {WEIGHTS} nor {INDEX} in {folder}", "only the index says whether these are all of the files"
-    found += f", but {first_names(other or there)}"
-    if not other:
+def no_weights(asked: str, place: str, there: Collection[str]) -> UserError:
+    """The refusal of a folder or a repository whose files ``there`` hold no weights, or perhaps not all of them."""
+    weights = [file for file in there if file.endswith((SAFETENSORS, GGUF)) or is_state_dict(file)]
+    why = "only the index says whether these are all of the files"
+    if not weights:
         why = "the weights are not there, or not in a format that is read"
-    instead = f"a folder with {WEIGHTS}, or with {INDEX} and the files that it names"
+    instead = f"one with {WEIGHTS}, or with {INDEX} and the files that it names"
     if any(file.endswith(GGUF) for file in there):
-        instead = f"--model {folder}/FILE.gguf, one of those files"
-    return refused(name, found, why, instead + "; or --from_scratch, which trains from random weights")
+        instead += "; or one of its GGUF files, on this machine: --model FOLDER/FILE.gguf"
+    found = f"neither {WEIGHTS} nor {INDEX} in {place}, but {first_names(weights or there)}"
+    return refused(asked, found, why, f"{instead}; or --from_scratch, which trains from random weights")
 
 
 def open_file(file: Path) -> dict[str, torch.Tensor]:

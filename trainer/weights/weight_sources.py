@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, LazyArray
+from shardwright.files.arrays import Array, mapped
 from shardwright.model.meta_model import built_with, model_path
 
 # the model's own (unstacked) name of a parameter or buffer -> its values
@@ -119,7 +119,7 @@ def in_dtype(source: Source, dtype: torch.dtype | None, kept: Callable[[str], An
         array = source(name)
         if dtype is None or kept(name) or not array.dtype.is_floating_point:
             return array
-        return LazyArray(tuple(array.shape), dtype, lambda where: array[where].to(dtype))
+        return mapped(array, lambda part: part, dtype)
 
     return cast
 

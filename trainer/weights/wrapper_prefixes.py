@@ -6,9 +6,10 @@ from typing import TypeVar
 
 from transformers import PreTrainedModel
 
-# semi-private: transformers/conversion_mapping.py and transformers/core_model_loading.py, transformers 5.23
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+# semi-private: transformers/core_model_loading.py, transformers 5.23
+from transformers.core_model_loading import dot_natural_key
+
+from shardwright.weights.names import NamesInFiles
 
 T = TypeVar("T")
 INSIDE = "_orig_mod."  # torch.compile's, also of a layer alone: anywhere in a name
@@ -23,7 +24,8 @@ def without_prefixes(tensors: Mapping[str, T], model: PreTrainedModel) -> tuple[
     A prefix stays where the names of ``model`` (on meta) have it, where transformers knows a name with it, and where
     no name is known without it. Raises ValueError if two names become one.
     """
-    known, own = _known_by(model), list(model.state_dict())
+    in_files = NamesInFiles(model)
+    known, own = in_files.know, list(in_files.state)
     names, gone = {name: name for name in tensors}, []
     while (prefix := _next_prefix(names.values(), own, known)) is not None:
         names = {stored: _without(name, prefix) for stored, name in names.items()}
@@ -45,19 +47,6 @@ def _next_prefix(names: Iterable[str], own: list[str], known: Callable[[str], bo
         if with_it and not any(_has(name, prefix) for name in own) and not any(map(known, _first(with_it))):
             return prefix
     return None
-
-
-def _known_by(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether a name in a checkpoint becomes a parameter of ``model`` by transformers' own mapping."""
-    base = model.base_model_prefix
-    mapping, state = get_model_conversion_mapping(model), model.state_dict()
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-
-    def known(name: str) -> bool:
-        return name in state or rename_source_key(name, renamings, converters, base, state)[0] in state
-
-    return known
 
 
 def _has(name: str, prefix: str) -> bool:

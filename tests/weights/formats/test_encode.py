@@ -19,13 +19,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-private, transformers 5.23
 
 from shardwright.files.arrays import whole
-from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, mxfp4_packed, nvfp4
+from shardwright.weights.formats.encode import fp8_blocks, int4_packed, mxfp4_experts, nvfp4
+from shardwright.weights.formats.mxfp4 import PACKED as MXFP4_PACKED
 from shardwright.weights.formats.plain_weights import plain
 from shardwright.weights.quantize import SCHEMES
 from tests.support import quantized
 from tests.support.hub_models import same
 
-INT4 = SCHEMES["int4"][0].settings([])
+INT4 = SCHEMES["int4"][0].settings
 
 
 SHAPES = [(256, 384), (300, 200), (576, 130), (1, 129), (7, 5)]
@@ -41,7 +42,7 @@ def test_fp8_blocks_hold_every_weight_to_half_a_step_of_its_code(shape, scale_dt
     grid = tuple(-(-size // 128) for size in shape)
     like = {
         ".weight": torch.empty(0, dtype=torch.float8_e4m3fn),
-        ".weight_scale_inv": torch.empty(0, dtype=scale_dtype),
+        ".weight_scale_inv": torch.empty(grid, dtype=scale_dtype),
     }
     parts = fp8_blocks(".weight_scale_inv", weight, {"weight_block_size": [128, 128]}, like)
     scales = parts[".weight_scale_inv"]
@@ -99,7 +100,7 @@ def test_mxfp4_experts_have_the_nearest_codes_and_are_read_as_transformers_reads
 def test_mxfp4_bytes_of_one_weight_are_unpacked_by_compressed_tensors_to_what_is_read(rows, columns):
     torch.manual_seed(0)
     weight = (torch.randn(rows, columns) * torch.logspace(-3, 2, rows).unsqueeze(1)).to(torch.bfloat16)
-    parts = mxfp4_packed(weight, {}, {})
+    parts = MXFP4_PACKED.encode(weight, {}, {})
     codes = unpack_fp4_from_uint8(parts[".weight_packed"], rows, columns, torch.float32)
     factors = decompress_mx_scale(parts[".weight_scale"]).float().repeat_interleave(32, 1)
     read = whole(plain({f"a{tail}": part for tail, part in parts.items()}, {}).tensors["a.weight"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # semi-private, transformers 5.23
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # semi-private, transformers 5.23
 
-from shardwright.weights.formats.format import mapped
+from shardwright.files.arrays import mapped
 from shardwright.weights.formats.plain_weights import plain
 from tests.support.slices import assert_every_slice
 

@@ -92,7 +92,7 @@ BROKEN = {
     "a scale is cut off": (
         {"a.weight": random_codes(256, 256), "a.weight_scale_inv": torch.ones(2, 1)},
         SETTINGS,
-        r"a\.weight in FP8 in blocks: its scale has shape \[2, 1\], where \[2, 2\], for \[256, 256\]",
+        r"a\.weight in FP8 in blocks: its scale has shape \[2, 1\], where \[2, 2\], one for each 128 × 128",
     ),
     "too many rows": (
         {"a.weight": random_codes(6, 4), "a.weight_scale": torch.ones(5)},

@@ -120,7 +120,7 @@ BROKEN = {
     "zeros of other groups": (broken(qzeros=torch.zeros(1, 1, dtype=torch.int32)), {}, r"qzeros has shape \[1, 1\]"),
     "an order of others": (broken(g_idx=torch.zeros(8, dtype=torch.int32)), {}, r"g_idx has shape \[8\]"),
     "groups that are not there": (broken(g_idx=torch.full((32,), 9)), {}, "groups 9 to 9 are named, where there are 2"),
-    "groups of another size": (broken(g_idx=None), {"group_size": 8}, r"scales has shape \[2, 8\], where \[4, 8\]"),
+    "groups of another size": (broken(g_idx=None), {"group_size": 8}, r"scale has shape \[2, 8\], where \[4, 8\]"),
     "a layout of a GPU": (broken(), {"checkpoint_format": "marlin"}, "its layout is 'marlin', where gptq, gptq_v2"),
     "codes in floats": (broken(qzeros=torch.zeros(2, 1)), {}, "a.qzeros in float32"),
 }

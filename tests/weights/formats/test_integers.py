@@ -100,7 +100,10 @@ BROKEN = {
         r"packed in int32 has beside it a\.weight_shape in int",
     ),
     "a shape is missing": (broken(weight_shape=None), r"without their scales: a\.weight_packed"),
-    "a scale is cut off": (broken(weight_scale=torch.ones(7, 1)), r"its scale has shape \[7, 1\], where one for each"),
+    "a scale is cut off": (
+        broken(weight_scale=torch.ones(7, 1)),
+        r"its scale has shape \[7, 1\], where \[8, 1\], one for",
+    ),
     "codes are cut off": (
         broken(weight_packed=torch.zeros(8, 3, dtype=torch.int32)),
         r"packed has shape \[8, 3",

@@ -16,7 +16,16 @@ import torch
 
 from shardwright.files.arrays import Array, Slices, whole
 from shardwright.weights.formats.encode import four_bit_table, int8_rows
-from shardwright.weights.formats.format import Format, Parts, Settings, dequantized, looked_up, shape_error, unpacked
+from shardwright.weights.formats.format import (
+    ANY,
+    Format,
+    Parts,
+    Settings,
+    dequantized,
+    looked_up,
+    shape_error,
+    unpacked,
+)
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _ABSMAX, _MAP, _NESTED, _NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
@@ -138,9 +147,7 @@ def _decode_int8(parts: Parts, settings: Settings) -> Array:
 def _four_bits(state: str) -> Format:
     return Format(
         title=f"bitsandbytes {state[-3:].upper()}",
-        main=state,
-        scales=("", _ABSMAX, _MAP),
-        holds=lambda parts: True,
+        parts=dict.fromkeys((state, "", _ABSMAX, _MAP), ANY),
         decode=lambda parts, settings: _decode_4bit(parts, state),
         plain="",
         optional=(_NESTED, _NESTED_MAP),
@@ -151,9 +158,8 @@ def _four_bits(state: str) -> Format:
 FOUR_BITS = [_four_bits(state) for state in _STATES]
 INT8 = Format(
     title="bitsandbytes int8",
-    main=".weight",
-    scales=(".SCB",),
-    holds=lambda parts: parts[".weight"].dtype == torch.int8 and len(parts[".weight"].shape) == 2,
+    parts={".weight": {torch.int8}, ".SCB": ANY},
+    fits=lambda parts: len(parts[".weight"].shape) == 2,
     decode=_decode_int8,
     optional=(".weight_format",),
     encode=int8_rows,

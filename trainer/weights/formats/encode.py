@@ -12,8 +12,16 @@ import torch
 from torch.nn import functional
 
 from shardwright.files.arrays import whole
-from shardwright.weights.formats.format import Parts, Settings, block_shape, block_sizes, group_sizes
-from shardwright.weights.formats.format import like as with_dimensions
+from shardwright.models.adapters.packings.packing import divided, largest
+from shardwright.weights.formats.format import (
+    Parts,
+    Settings,
+    block_shape,
+    block_sizes,
+    group_sizes,
+    group_weights,
+    with_dimensions,
+)
 
 # Halfway points between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 of a 4-bit float (E2M1). A value that lies on one
 # goes to the even code, so those below an even one are the float32 before.
@@ -22,48 +30,42 @@ _HALFWAY = [0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0]
 _GROUP = 32  # weights with one scale, in MXFP4 always
 _INT4 = 8  # codes are -8 to 7
 _NV_GROUP = 16  # weights with one scale, in NVFP4
+_LEAST = 2.0**-126  # of a scale: the least normal float32
 
 
 def fp8_blocks(scale: str, values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
     """8-bit floats ``.weight`` [rows, columns], and ``scale`` [blocks of rows, blocks of columns]; the last may be cut.
 
-    Which weights share a scale, the base's ``scale`` says where it is named ``.weight_scale``: all, a row or a group;
-    its codes may be 8-bit integers then. A group's largest magnitude becomes the largest code, as DeepSeek-V3's are
-    made (https://github.com/deepseek-ai/DeepSeek-V3, inference/kernel.py) and compressed-tensors' (quantization/utils,
+    Which weights share a scale, the base's ``scale`` says: a block, all, a row or a group; its codes may be 8-bit
+    integers. A group's largest magnitude becomes the largest code, as DeepSeek-V3's are made
+    (https://github.com/deepseek-ai/DeepSeek-V3, inference/kernel.py) and compressed-tensors' (quantization/utils,
     `calculate_qparams`). The scale is a power of two where the config or the base's dtype says so.
     """
     if values.dim() != 2:
         raise ValueError(f"it has {values.dim()} dimensions, and blocks are of rows and columns")
-    rows, columns = _sharing(scale, values.shape, settings, like)
+    block = _sharing(scale, values.shape, settings, like)
     dtype = like[".weight"].dtype if like else torch.float8_e4m3fn
     kept = like[scale].dtype if like else torch.float32
     integers = dtype == torch.int8
     largest_code = 127.5 if integers else torch.finfo(dtype).max
-    height, width = values.shape
-    padded = functional.pad(values.to(torch.float32), (0, -width % columns, 0, -height % rows))
-    blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    scales = blocks.abs().amax((1, 3)) / largest_code
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales)).clamp_min(2.0**-126)
-    if settings.get("scale_fmt") == "ue8m0" or kept in (torch.uint8, torch.float8_e8m0fnu):
+    values = values.to(torch.float32)
+    scales = _scales(values, block, largest_code)
+    if settings.get("scale_fmt") == "ue8m0" or kept.itemsize == 1:
         scales = _power_above(scales)
-    stored = scales if kept.itemsize > 1 else _exponents(scales)
-    stored = stored.to(kept) if kept.itemsize > 1 else stored.view(kept)
+    stored = scales.to(kept) if kept.itemsize > 1 else _exponents(scales).view(kept)
     used = stored.to(torch.float32) if kept.itemsize > 1 else scales  # what a reader multiplies by
-    codes = blocks / used[:, None, :, None]
-    codes = (codes.round().clamp(-128, 127) if integers else codes.clamp(-largest_code, largest_code)).to(dtype)
-    shape = like[scale].shape if like and scale == ".weight_scale" else stored.shape
-    return {".weight": codes.reshape(padded.shape)[:height, :width].contiguous(), scale: stored.reshape(shape)}
+    codes = divided(values, used, block)
+    codes = codes.round().clamp(-128, 127) if integers else codes.clamp(-largest_code, largest_code)
+    return {".weight": codes.to(dtype), scale: stored.reshape(like.get(scale, stored).shape)}
 
 
 def _sharing(scale: str, shape: Sequence[int], settings: Settings, like: Parts) -> tuple[int, ...]:
     """The rows and columns of the weights that share a scale."""
-    if scale != ".weight_scale" or not like:
+    if not like:
         return tuple(settings.get("weight_block_size") or (128, 128))
     groups = [(size,) for size in (*group_sizes(settings), _GROUP)]
-    found = block_shape(with_dimensions(like[scale], 2), shape, [*block_sizes(settings), (128, 128), *groups])
-    if found is None:
-        raise ValueError(f"its scale has shape {list(like[scale].shape)}, for {list(shape)}")
-    return tuple(max(1, size) for size in found)
+    stated = [*block_sizes(settings), (128, 128), *groups]
+    return block_shape(with_dimensions(like[scale], 2), shape, stated, others=True)
 
 
 def int8_plain(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
@@ -80,30 +82,20 @@ def nvfp4(codes: str, number: str, values: torch.Tensor, settings: Settings, lik
     clipped. As compressed-tensors makes them (compressors/nvfp4, which divides by the number), and ModelOpt, which
     multiplies by it, ``.weight_scale_2`` (https://github.com/NVIDIA/Model-Optimizer, quantization/qtensor).
     """
-    if values.dim() != 2 or values.shape[1] % _NV_GROUP:
-        raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {_NV_GROUP}]")
-    rows, columns = values.shape
-    if values.is_meta:
-        packed = values.new_empty(rows, columns // 2, dtype=like[codes].dtype)
-        scales = values.new_empty(rows, columns // _NV_GROUP, dtype=torch.float8_e4m3fn)
-        return {codes: packed, ".weight_scale": scales, number: whole(like[number]).to("meta")}
-    kept = whole(like[number])
+    values, block = _in_groups(values, _NV_GROUP)
+    kept = whole(like[number]).to(values.device)
     of_all = kept.reshape(()).to(torch.float32)
-    groups = values.to(torch.float32).reshape(rows, -1, _NV_GROUP)
-    local = groups.abs().amax(-1) / _LARGEST_E2M1
+    local = largest(values, block, zeros=0.0) / _LARGEST_E2M1
     divides, most = number == ".weight_global_scale", torch.finfo(torch.float8_e4m3fn).max
-    if divides:
-        scales = (local * of_all).clamp_max(most).to(torch.float8_e4m3fn).to(torch.float32)
-        scales = torch.where(scales > 0, scales, torch.full_like(scales, 0.125))  # as each has it for a group of zeros
-    else:
-        scales = torch.where(local > 0, local / of_all, torch.ones_like(local))
-        scales = scales.clamp(2.0**-9, most).to(torch.float8_e4m3fn).to(torch.float32)
-    used = scales / of_all if divides else scales * of_all
-    packed = _pairs(_codes_e2m1(groups / used[..., None])).reshape(rows, -1)
+    scales = local * of_all if divides else (local / of_all).clamp_min(2.0**-9)
+    scales = scales.clamp_max(most).to(torch.float8_e4m3fn).to(torch.float32)
+    # as each has it for a group of zeros
+    scales = torch.where(scales > 0, scales, 0.125) if divides else torch.where(local > 0, scales, 1.0)
+    packed = _pairs(_codes_e2m1(divided(values, scales / of_all if divides else scales * of_all, block)))
     return {
         codes: packed.view(like[codes].dtype),
         ".weight_scale": scales.to(torch.float8_e4m3fn),
-        number: kept.clone(),
+        number: kept,
     }
 
 
@@ -118,19 +110,16 @@ def four_bit_table(state: str, values: torch.Tensor, settings: Settings, like: P
         raise ValueError(f"its shape is {list(values.shape)}, and {stated['shape']} in the base's quant_state")
     if values.is_meta:
         return {tail: torch.empty(part.shape, dtype=part.dtype, device="meta") for tail, part in like.items()}
-    size, flat = stated["blocksize"], values.to(torch.float32).flatten()
-    blocks = functional.pad(flat, (0, -len(flat) % size)).reshape(-1, size)
-    largest = blocks.abs().amax(-1)
-    inside = (blocks / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]).flatten()[: len(flat)]
-    codes = _nearest(functional.pad(inside, (0, len(flat) % 2)), whole(like[".quant_map"]))  # a pair for the last one
+    flat, block = values.to(torch.float32).flatten(), (stated["blocksize"],)
+    inside = functional.pad(divided(flat, largest(flat, block), block), (0, len(flat) % 2))  # a pair for the last one
+    codes = _nearest(inside, whole(like[".quant_map"]))
     made = {"": (codes[0::2] << 4 | codes[1::2]).view(like[""].dtype).reshape(like[""].shape)}
+    made[".absmax"] = largest(flat, block, zeros=0.0)
     if ".nested_absmax" in like:
-        size, less = stated["nested_blocksize"], largest - stated["nested_offset"]
-        outer = functional.pad(less, (0, -len(less) % size)).reshape(-1, size)
-        made[".nested_absmax"] = outer.abs().amax(-1)
-        inside = (outer / made[".nested_absmax"].clamp_min(2.0**-126)[:, None]).flatten()[: len(less)]
-        largest = _nearest(inside, whole(like[".nested_quant_map"]))
-    made[".absmax"] = largest
+        less, block = made[".absmax"] - stated["nested_offset"], (stated["nested_blocksize"],)
+        made[".nested_absmax"] = outer = largest(less, block, zeros=0.0)
+        inside = divided(less, outer.clamp_min(_LEAST), block)
+        made[".absmax"] = _nearest(inside, whole(like[".nested_quant_map"]))
     return {tail: made[tail].to(part.dtype) if tail in made else whole(part).clone() for tail, part in like.items()}
 
 
@@ -144,11 +133,11 @@ def int8_rows(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str
     """bitsandbytes' 8-bit integers ``.weight`` of a row over its largest value, ``.SCB`` (`int8_vectorwise_quant`)."""
     if values.dim() != 2:
         raise ValueError(f"it has {values.dim()} dimensions, where rows and columns are written")
-    largest = values.to(torch.float32).abs().amax(1)
-    steps = 127 / torch.where(largest > 0, largest, torch.ones_like(largest))
-    codes = (values.to(torch.float32) * steps[:, None]).round().to(torch.int8)
+    values = values.to(torch.float32)
+    absmax = values.abs().amax(1)
+    codes = (values * (127 / torch.where(absmax > 0, absmax, 1.0))[:, None]).round().to(torch.int8)
     beside = {tail: whole(part).to(values.device) for tail, part in like.items() if tail == ".weight_format"}
-    return {".weight": codes, ".SCB": largest.to(like[".SCB"].dtype), **beside}
+    return {".weight": codes, ".SCB": absmax.to(like[".SCB"].dtype), **beside}
 
 
 def mxfp4_experts(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
@@ -158,30 +147,29 @@ def mxfp4_experts(values: torch.Tensor, settings: Settings, like: Parts) -> dict
     numerics_details/mxfp.py): the scale is the smallest power of two that clips nothing. The OCP microscaling formats
     say what the codes are (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
     """
-    if values.dim() != 3 or values.shape[1] % _GROUP:
-        raise ValueError(f"its shape is {list(values.shape)}, where [experts, inputs in groups of {_GROUP}, outputs]")
-    count, inputs, outputs = values.shape
-    blocks = torch.empty(count, outputs, inputs // _GROUP, _GROUP // 2, dtype=torch.uint8, device=values.device)
-    scales = torch.empty(count, outputs, inputs // _GROUP, dtype=torch.uint8, device=values.device)
-    if not values.is_meta:
-        for expert in range(count):  # float32 of all of them would be several times the weight
-            groups = values[expert].T.to(torch.float32).contiguous().reshape(outputs, -1, _GROUP)
-            blocks[expert], scales[expert] = _e2m1(groups)
-    return {"_blocks": blocks, "_scales": scales}
+    if values.dim() != 3:
+        raise ValueError(f"its shape is {list(values.shape)}, where [experts, inputs, outputs]")
+    # one by one: float32 of all of them would be several times the weight
+    codes, scales = zip(*(_mxfp4(expert.T) for expert in values), strict=True)
+    return {"_blocks": torch.stack(codes).unflatten(-1, (-1, _GROUP // 2)), "_scales": torch.stack(scales)}
 
 
-def mxfp4_packed(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
-    """4-bit floats of one weight, as compressed-tensors packs them: bytes ``.weight_packed`` [rows, columns / 2] and
-    exponents ``.weight_scale`` [rows, groups]; the codes are those of :func:`mxfp4_experts`.
+def mxfp4_packed(
+    main: str, scale: str, values: torch.Tensor, settings: Settings, like: Parts
+) -> dict[str, torch.Tensor]:
+    """4-bit floats of one weight: pairs ``main`` [rows, columns / 2] and exponents ``scale`` [rows, groups].
+
+    The codes are those of :func:`mxfp4_experts`, the dtypes the base's, or bytes as compressed-tensors has them.
     """
-    if values.dim() != 2 or values.shape[1] % _GROUP:
-        raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {_GROUP}]")
-    rows, columns = values.shape
-    if values.is_meta:
-        codes, scales = values.new_empty(rows, columns // 2), values.new_empty(rows, columns // _GROUP)
-        return {".weight_packed": codes.to(torch.uint8), ".weight_scale": scales.to(torch.uint8)}
-    codes, scales = _e2m1(values.to(torch.float32).reshape(rows, -1, _GROUP))
-    return {".weight_packed": codes.reshape(rows, -1), ".weight_scale": scales}
+    codes, scales = _mxfp4(values)
+    return {main: codes.view(like.get(main, codes).dtype), scale: scales.view(like.get(scale, scales).dtype)}
+
+
+def _mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs of codes [rows, columns / 2] of ``values`` [rows, columns], and their scales' bytes [rows, groups]."""
+    values, block = _in_groups(values, _GROUP)
+    scales = _power_above(_scales(values, block, _LARGEST_E2M1))
+    return _pairs(_codes_e2m1(divided(values, scales, block))), _exponents(scales)
 
 
 def int4_packed(values: torch.Tensor, settings: Settings, like: Parts) -> dict[str, torch.Tensor]:
@@ -191,26 +179,21 @@ def int4_packed(values: torch.Tensor, settings: Settings, like: Parts) -> dict[s
     ``.weight_shape`` (https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized). A group's scale
     is its largest magnitude / 7.5, as that package's symmetric observer has it.
     """
-    size = _int4_group(settings)
-    if values.dim() != 2 or values.shape[1] % size:
-        raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {size}]")
-    rows, columns = values.shape
+    values, block = _in_groups(values, _int4_group(settings))
     kept = like[".weight_scale"].dtype if like else torch.bfloat16
     numbers = like[".weight_shape"].dtype if like else torch.int64
-    groups = values.to(torch.float32).reshape(rows, -1, size)
-    scales = groups.abs().amax(-1) / (_INT4 - 0.5)
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales)).clamp_min(2.0**-126).to(kept)
-    codes = (groups / scales.to(torch.float32)[..., None]).round().clamp(-_INT4, _INT4 - 1).to(torch.int32) + _INT4
+    scales = _scales(values, block, _INT4 - 0.5).to(kept)
+    codes = divided(values, scales.to(torch.float32), block).round().clamp(-_INT4, _INT4 - 1).to(torch.int32) + _INT4
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
     # no two codes share a bit, so their sum is their union; the last one's highest bit is the sign
-    packed = (codes.reshape(rows, columns // 8, 8) << shifts).sum(-1, dtype=torch.int32)
-    shape = torch.tensor([rows, columns], dtype=numbers, device=values.device)
+    packed = (codes.unflatten(1, (-1, 8)) << shifts).sum(-1, dtype=torch.int32)
+    shape = torch.tensor(values.shape, dtype=numbers, device=values.device)
     return {".weight_packed": packed, ".weight_scale": scales, ".weight_shape": shape}
 
 
 def _int4_group(settings: Settings) -> int:
     """The columns with one scale; raises ValueError where the config says another layout than this one."""
-    groups = [group["weights"] for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
+    groups = [weights for weights in group_weights(settings) if weights]
     said = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
     if len(groups) != 1:
         raise ValueError(f"{len(groups)} groups of weights in the config, where one is written")
@@ -221,6 +204,18 @@ def _int4_group(settings: Settings) -> int:
     if size % 8:
         raise ValueError(f"group_size is {size} in the config, where a multiple of 8 is written")
     return size
+
+
+def _in_groups(values: torch.Tensor, size: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    """``values`` [rows, columns] in float32, and the block of ``size`` columns with one scale; ValueError: no such."""
+    if values.dim() != 2 or values.shape[1] % size:
+        raise ValueError(f"its shape is {list(values.shape)}, where [rows, columns in groups of {size}]")
+    return values.to(torch.float32).contiguous(), (1, size)
+
+
+def _scales(values: torch.Tensor, block: tuple[int, ...], largest_code: float) -> torch.Tensor:
+    """The scales with which each block's largest magnitude gets the largest code; 1 for a block of zeros."""
+    return (largest(values, block, zeros=largest_code) / largest_code).clamp_min(_LEAST)
 
 
 def _power_above(scales: torch.Tensor) -> torch.Tensor:
@@ -234,18 +229,10 @@ def _exponents(powers: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(powers).exponent + 126).clamp(0, 254).to(torch.uint8)
 
 
-def _e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of ``groups`` [.., 32], two in a byte [.., 16], the first in its low half; and their scales' bytes [..]."""
-    largest = groups.abs().amax(-1)
-    scales = torch.where(largest > 0, largest / _LARGEST_E2M1, torch.ones_like(largest)).clamp_min(2.0**-126)
-    scales = _power_above(scales)
-    return _pairs(_codes_e2m1(groups / scales[..., None])), _exponents(scales)
-
-
 def _codes_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     """The nearest 4-bit floats, as bytes."""
-    codes = torch.bucketize(numbers.abs(), torch.tensor(_HALFWAY), out_int32=True).to(torch.uint8)
-    return codes | (numbers < 0).to(torch.uint8) << 3
+    edges = torch.tensor(_HALFWAY, device=numbers.device)
+    return torch.bucketize(numbers.abs(), edges, out_int32=True).to(torch.uint8) | (numbers < 0).to(torch.uint8) << 3
 
 
 def _pairs(codes: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,22 @@ The rest are the pieces that formats are made of: arrays of codes unpacked, of n
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwright.files.arrays import Array, LazyArray, Slices, whole
+from shardwright.files.arrays import Array, LazyArray, Slices, mapped, whole
+from shardwright.files.safetensors_file import DTYPES
 
 DEQUANTIZED = torch.bfloat16  # the dtype of what is read
+# dtypes that a part may have
+ANY = frozenset(DTYPES.values())
+FLOATS = frozenset(dtype for dtype in ANY if dtype.is_floating_point)
+WIDE_FLOATS = frozenset(dtype for dtype in FLOATS if dtype.itemsize > 1)  # FP8: codes
+EXPONENTS = frozenset({torch.uint8, torch.float8_e8m0fnu})  # powers of two (E8M0)
+BYTES = frozenset({torch.uint8, torch.int8})
 _PIECE = 1 << 19  # elements that are dequantized at a time, so that a read takes little more than its result
 
 # end of a tensor's name -> the tensor
@@ -23,26 +30,36 @@ Settings = Mapping[str, Any]
 Encode = Callable[[torch.Tensor, Settings, Parts], Mapping[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
     """A way to store a weight ``STEM + plain`` as tensors ``STEM + tail``.
 
     ``decode`` maps them to an array of the weight, of which reading a slice reads only that slice's blocks; before, it
     reads no more than the parts that say a shape or an order. It raises ValueError, with the reason, for parts that do
-    not go together. ``holds`` tells parts of this format from those of another with the same names. ``encode``
-    makes such tensors (formats/encode.py).
+    not go together. ``encode`` makes such tensors (formats/encode.py).
     """
 
     title: str  # as a run's first lines name it
-    main: str  # the end of a name by which the format is known; for most, that of the codes
-    scales: tuple[str, ...]  # ends of the other names that a weight needs
-    holds: Callable[[Parts], bool]
+    # ends of the names that a weight needs, the codes' first for most, and dtypes: they tell formats of equal names
+    parts: Mapping[str, Collection[torch.dtype]]
     decode: Callable[[Parts, Settings], Array]
     plain: str = ".weight"
+    fits: Callable[[Parts], bool] = lambda parts: True  # where dtypes don't tell
     optional: tuple[str, ...] = ()  # ends of names that a weight may have beside
     unread: tuple[str, ...] = ()  # ends of names that may be there, and on which the values do not depend
     encode: Encode | None = None  # None: it is read, and not written
     unwritten: str = "no way back into it is published"  # why there is no `encode`
+
+    @property
+    def main(self) -> str:
+        """The end of a name by which the format is known."""
+        return next(iter(self.parts))
+
+    def parts_of(self, stem: str, tensors: Mapping[str, Array]) -> Parts | None:
+        """The tensors of the weight ``stem`` by the ends of their names; None: they are not in this format."""
+        parts = {tail: tensors[stem + tail] for tail in (*self.parts, *self.optional) if stem + tail in tensors}
+        there = all(tail in parts and parts[tail].dtype in dtypes for tail, dtypes in self.parts.items())
+        return parts if there and self.fits(parts) else None
 
 
 def shape_error(name: str, array: Array, wanted: str) -> ValueError:
@@ -51,11 +68,6 @@ def shape_error(name: str, array: Array, wanted: str) -> ValueError:
 
 
 # ---- arrays made of arrays ----
-
-
-def mapped(array: Array, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> LazyArray:
-    """``function`` of each element of ``array``, as ``dtype``."""
-    return LazyArray(tuple(array.shape), dtype, lambda where: function(array[where]).to(dtype))
 
 
 def transposed(array: Array) -> LazyArray:
@@ -90,7 +102,7 @@ def picked(array: Array, index: torch.Tensor, dim: int) -> LazyArray:
 
 def powers_of_two(exponents: Array) -> Array:
     """E8M0 numbers as float32, 2^(byte - 127), under both of their dtypes; arrays of other dtypes as they are."""
-    if exponents.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+    if exponents.dtype not in EXPONENTS:
         return exponents
     return mapped(exponents, lambda bytes_: bytes_.view(torch.float8_e8m0fnu).to(torch.float32), torch.float32)
 
@@ -156,11 +168,25 @@ def spread(scales: torch.Tensor, where: Slices, blocks: tuple[int, ...]) -> torc
     return scales
 
 
-def scaled(codes: Array, scales: Array, blocks: tuple[int, ...], zeros: Array | int = 0) -> LazyArray:
+def scaled(
+    codes: Array,
+    scales: Array,
+    stated: Sequence[tuple[int, ...]],
+    zeros: Array | int = 0,
+    *,
+    others: bool = False,
+) -> LazyArray:
     """(``codes`` - ``zeros``) × ``scales`` in float32, rounded once; a dimension's block may be cut off at its end.
 
-    ``zeros``: one number, or one for each scale.
+    ``stated`` and ``others``: as :func:`block_shape`, which tells the blocks. ``zeros``: one number, or one for each
+    scale. Raises ValueError for scales or zeros of another shape.
     """
+    scales = with_dimensions(scales, len(codes.shape))
+    blocks = block_shape(scales, codes.shape, stated, others=others)
+    if not isinstance(zeros, int):
+        zeros = with_dimensions(zeros, len(codes.shape))
+        if tuple(zeros.shape) != tuple(scales.shape):
+            raise shape_error("its zeros", zeros, f"{list(scales.shape)}, one for each scale,")
 
     def read(where: Slices) -> torch.Tensor:
         inside = tuple(blocks_of(part, block) for part, block in zip(where, blocks, strict=True))
@@ -207,22 +233,26 @@ def _pieces(where: Slices) -> Iterator[Slices]:
 # ---- which element has which scale ----
 
 
-def block_shape(scales: Array, shape: Sequence[int], stated: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """The elements [one for each dimension of ``shape``] that share one of ``scales``; None if these do not fit.
+def block_shape(
+    scales: Array, shape: Sequence[int], stated: Sequence[tuple[int, ...]], *, others: bool = False
+) -> tuple[int, ...]:
+    """The elements [one for each dimension of ``shape``] that share one of ``scales``; ValueError if these don't fit.
 
-    The first of the ``stated`` blocks (of the last dimensions) that fits; else all of a dimension, or one each.
+    The first of the ``stated`` blocks (of the last dimensions) that fits; of ``others``, all of a dimension, or one
+    each.
     """
-    for block in stated:
-        full = (*[1] * (len(shape) - len(block)), *block)[-len(shape) :]
-        if tuple(scales.shape) == tuple(-(-size // part) for size, part in zip(shape, full, strict=True)):
-            return full
-    pairs = list(zip(scales.shape, shape, strict=True))
-    if any(count not in (1, size) for count, size in pairs):
-        return None
-    return tuple(size if count == 1 else 1 for count, size in pairs)
+    blocks = [(*[1] * (len(shape) - len(block)), *block)[-len(shape) :] for block in stated]
+    if others:
+        blocks.append(tuple(size if count == 1 else 1 for count, size in zip(scales.shape, shape, strict=True)))
+    grids = [[-(-size // max(1, part)) for size, part in zip(shape, block, strict=True)] for block in blocks]
+    for block, grid in zip(blocks, grids, strict=True):
+        if list(scales.shape) == grid:
+            return block
+    each = " × ".join(map(str, stated[0]))
+    raise shape_error("its scale", scales, f"{grids[0]}, one for each {each} of {list(shape)},")
 
 
-def like(scales: Array, dimensions: int) -> Array:
+def with_dimensions(scales: Array, dimensions: int) -> Array:
     """``scales`` with as many dimensions as the codes have; those that have fewer are small, and read whole."""
     lacking = dimensions - len(scales.shape)
     if lacking == 0:
@@ -233,15 +263,19 @@ def like(scales: Array, dimensions: int) -> Array:
     return LazyArray(shape, scales.dtype, lambda where: whole(scales).reshape(shape)[where])
 
 
+def group_weights(settings: Settings) -> list[Mapping[str, Any]]:
+    """The config's words on weights, of which there may be one for each kind of layer."""
+    return [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+
+
 def group_sizes(settings: Settings) -> list[int]:
-    """The sizes of groups of columns that the config states, of which there may be one for each kind of layer."""
-    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    stated = [*(part.get("group_size") for part in weights), settings.get("group_size")]
+    """The sizes of groups of columns that the config states."""
+    stated = [*(part.get("group_size") for part in group_weights(settings)), settings.get("group_size")]
     return [size for size in dict.fromkeys(stated) if size and size > 0]
 
 
 def block_sizes(settings: Settings) -> list[tuple[int, ...]]:
     """The blocks of rows and columns that the config states."""
-    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    stated = [settings.get("weight_block_size"), *(part.get("block_structure") for part in weights)]
+    parts = group_weights(settings)
+    stated = [settings.get("weight_block_size"), *(part.get("block_structure") for part in parts)]
     return [tuple(int(size) for size in block) for block in stated if block]

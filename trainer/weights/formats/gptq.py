@@ -8,12 +8,12 @@ own, in groups of neighbours.
 
 import torch
 
-from shardwright.files.arrays import Array, whole
+from shardwright.files.arrays import Array, mapped, whole
 from shardwright.weights.formats.format import (
+    FLOATS,
     Format,
     Parts,
     Settings,
-    mapped,
     picked,
     scaled,
     shape_error,
@@ -27,7 +27,7 @@ _AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of its eight codes: those of 0 2 4 6 1 3 5 7
 # the config's name of a layout of GPTQ -> what is added to a stored zero
 _ADDED = {"gptq": 1, "gptq_v2": 0, "auto_round:auto_gptq": 1}
-_PARTS = (".qzeros", ".scales")
+_PARTS = {".qweight": {torch.int32}, ".qzeros": {torch.int32}, ".scales": FLOATS}
 _CALIBRATED = (
     "its codes are chosen by what the model computes of sample texts, and trained weights say nothing of these"
 )
@@ -36,11 +36,6 @@ _CALIBRATED = (
 def _is_awq(parts: Parts) -> bool:
     """Whether the words lie along the outputs."""
     return parts[".qweight"].shape[-1] * (_WORD // _AWQ_BITS) == parts[".scales"].shape[-1]
-
-
-def _holds(parts: Parts) -> bool:
-    whole_numbers = parts[".qweight"].dtype == parts[".qzeros"].dtype == torch.int32
-    return whole_numbers and parts[".scales"].dtype.is_floating_point and len(parts[".qweight"].shape) == 2
 
 
 def _check(parts: Parts, bits: int) -> None:
@@ -52,14 +47,11 @@ def _check(parts: Parts, bits: int) -> None:
 
 def _in_groups(codes: Array, parts: Parts, zeros: Array, index: torch.Tensor | None, stated: int | None) -> Array:
     """The weight [out, in] of ``codes`` [in, out]; ``index``: the group of each input."""
-    (inputs, outputs), (groups, scaled_outputs) = codes.shape, parts[".scales"].shape
-    size = stated if stated and stated > 0 else -(-inputs // groups)
-    if outputs != scaled_outputs or (index is None and groups != -(-inputs // size)):
-        wanted = f"[{-(-inputs // size)}, {outputs}], one for each {size} of {inputs} inputs,"
-        raise shape_error("scales", parts[".scales"], wanted)
-    if index is None:
-        return transposed(scaled(codes, parts[".scales"], (size, 1), zeros))
-    return transposed(scaled(codes, picked(parts[".scales"], index, 0), (1, 1), picked(zeros, index, 0)))
+    scales = parts[".scales"]
+    size = stated if stated and stated > 0 else -(-codes.shape[0] // scales.shape[0])
+    if index is not None:
+        scales, zeros, size = picked(scales, index, 0), picked(zeros, index, 0), 1
+    return transposed(scaled(codes, scales, [(size, 1)], zeros))
 
 
 def _gptq(parts: Parts, settings: Settings) -> Array:
@@ -88,18 +80,16 @@ def _awq(parts: Parts, settings: Settings) -> Array:
 
 GPTQ = Format(
     title="GPTQ",
-    main=".qweight",
-    scales=_PARTS,
-    holds=lambda parts: _holds(parts) and not _is_awq(parts),
+    parts=_PARTS,
+    fits=lambda parts: len(parts[".qweight"].shape) == 2 and not _is_awq(parts),
     decode=_gptq,
     optional=(".g_idx",),
     unwritten=_CALIBRATED,
 )
 AWQ = Format(
     title="AWQ",
-    main=".qweight",
-    scales=_PARTS,
-    holds=lambda parts: _holds(parts) and _is_awq(parts),
+    parts=_PARTS,
+    fits=lambda parts: len(parts[".qweight"].shape) == 2 and _is_awq(parts),
     decode=_awq,
     unwritten=_CALIBRATED,
 )

@@ -10,30 +10,28 @@ import torch
 from shardwright.files.arrays import Array, whole
 from shardwright.weights.formats.encode import int4_packed, int8_plain
 from shardwright.weights.formats.format import (
+    ANY,
+    WIDE_FLOATS,
     Format,
     Parts,
     Settings,
-    block_shape,
     group_sizes,
-    like,
     picked,
     scaled,
     shape_error,
     unpacked,
+    with_dimensions,
 )
 
 _WORD = 32  # bits
 _BITS = (4, 8)
+_OPTIONAL = (".weight_zero_point", ".weight_g_idx")
 
 
 def _values(codes: Array, parts: Parts, zeros: Array | int, settings: Settings) -> Array:
-    scales = like(parts[".weight_scale"], len(codes.shape))
+    scales = with_dimensions(parts[".weight_scale"], len(codes.shape))
     size, groups = codes.shape[-1], scales.shape[-1]
     stated = group_sizes(settings) or [-(-size // groups)]
-    if not isinstance(zeros, int):
-        zeros = like(zeros, len(codes.shape))
-        if tuple(zeros.shape) != tuple(scales.shape):
-            raise shape_error("its zeros", zeros, f"{list(scales.shape)}, one for each scale,")
     if ".weight_g_idx" in parts and groups > 1:
         index = whole(parts[".weight_g_idx"])
         if tuple(index.shape) != (size,):
@@ -41,10 +39,7 @@ def _values(codes: Array, parts: Parts, zeros: Array | int, settings: Settings) 
         if not bool((index == -1).any()):  # else the columns are in their own order
             scales = picked(scales, index, -1)
             zeros = zeros if isinstance(zeros, int) else picked(zeros, index, -1)
-    blocks = block_shape(scales, codes.shape, [(group,) for group in stated])
-    if blocks is None:
-        raise shape_error("its scale", scales, f"one for each {stated[0]} of {list(codes.shape)}")
-    return scaled(codes, scales, blocks, zeros)
+    return scaled(codes, scales, [(group,) for group in stated], zeros, others=True)
 
 
 def _shape(parts: Parts, settings: Settings) -> tuple[int, ...]:
@@ -73,24 +68,17 @@ def _decode_packed(parts: Parts, settings: Settings) -> Array:
     return _values(codes, parts, unpacked(held, bits[0], -2, shape[-2]), settings)
 
 
-def _holds(codes: str, dtype: torch.dtype) -> Format:
-    packed = codes == ".weight_packed"
-    return Format(
-        title="INT4 or INT8, packed" if packed else "INT8",
-        main=codes,
-        scales=(".weight_scale", ".weight_shape") if packed else (".weight_scale",),
-        holds=lambda parts: (
-            parts[codes].dtype == dtype
-            and parts[".weight_scale"].dtype.is_floating_point
-            and parts[".weight_scale"].dtype.itemsize > 1
-        ),
-        decode=_decode_packed
-        if packed
-        else lambda parts, settings: _values(parts[codes], parts, parts.get(".weight_zero_point", 0), settings),
-        optional=(".weight_zero_point", ".weight_g_idx"),
-        encode=int4_packed if packed else int8_plain,
-    )
-
-
-PACKED = _holds(".weight_packed", torch.int32)
-PLAIN = _holds(".weight", torch.int8)
+PACKED = Format(
+    title="INT4 or INT8, packed",
+    parts={".weight_packed": {torch.int32}, ".weight_scale": WIDE_FLOATS, ".weight_shape": ANY},
+    decode=_decode_packed,
+    optional=_OPTIONAL,
+    encode=int4_packed,
+)
+PLAIN = Format(
+    title="INT8",
+    parts={".weight": {torch.int8}, ".weight_scale": WIDE_FLOATS},
+    decode=lambda parts, settings: _values(parts[".weight"], parts, parts.get(".weight_zero_point", 0), settings),
+    optional=_OPTIONAL,
+    encode=int8_plain,
+)

@@ -15,8 +15,8 @@ from shardwright.files.arrays import Array
 from shardwright.model.base_storage import quantization_settings
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
+from shardwright.weights.names import dtype_name, first_names
 
-_LISTED = 4  # names in a message
 # the first that holds a weight's tensors is its format
 FORMATS: tuple[Format, ...] = (
     *(fp8.BLOCKS, fp8.ROWS, fp8.SCALE, *fp8.FUSED),
@@ -127,9 +127,7 @@ def _packed(tensors: Mapping[str, Array]) -> dict[str, PackedWeight]:
             if stem == name:
                 continue
             for form in forms:
-                needed = (main, *form.scales)
-                parts = {tail: tensors[stem + tail] for tail in (*needed, *form.optional) if stem + tail in tensors}
-                if parts.keys() >= set(needed) and form.holds(parts):
+                if (parts := form.parts_of(stem, tensors)) is not None:
                     found.setdefault(stem + form.plain, PackedWeight(form, stem, parts))
                     break
     return found
@@ -149,10 +147,10 @@ def _check_left(tensors: Mapping[str, Array], used: Collection[str]) -> None:
     first = left[0]
     main = next((main for main in mains if first.endswith(main)), "")
     stem = first.removesuffix(main)
-    beside = [f"{name} in {_dtype(tensors[name])}" for name in tensors if name.startswith(stem) and name != first]
-    there = f"{first} in {_dtype(tensors[first])} has beside it " + (", ".join(beside[:_LISTED]) or "nothing")
-    names = ", ".join(left[:_LISTED]) + (" and others" if len(left) > _LISTED else "")
-    raise FormatError(f"{len(left)} tensors of codes without their scales: {names}; {there}", left)
+    said = {name: f"{name} in {dtype_name(array.dtype)}" for name, array in tensors.items() if name.startswith(stem)}
+    beside = [text for name, text in said.items() if name != first]
+    there = f"{said[first]} has beside it {first_names(beside) or 'nothing'}"
+    raise FormatError(f"{len(left)} tensors of codes without their scales: {first_names(left)}; {there}", left)
 
 
 def _check_transforms(settings: Settings, tensors: Sequence[str]) -> None:
@@ -166,7 +164,3 @@ def _check_transforms(settings: Settings, tensors: Sequence[str]) -> None:
     if tensors and online:
         text = f"transform_config says that activations are rotated as the model runs, at {', '.join(online)}"
         raise FormatError(text, tensors[:1])
-
-
-def _dtype(array: Array) -> str:
-    return str(array.dtype).removeprefix("torch.")
