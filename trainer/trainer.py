@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from shardwright.arguments.from_theirs import arguments_like, is_theirs
+from shardwright.arguments.from_theirs import arguments_like, class_of
 from shardwright.arguments.schedule import Schedule
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.output_folder import find_output
@@ -42,7 +42,7 @@ from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
 from shardwright.upstream.absent_names import in_place_of, no_attribute, no_keyword
-from shardwright.upstream.constructor_arguments import check_unused, formatted, not_arguments, translated, with_longest
+from shardwright.upstream.constructor_arguments import check_unused, formatted, translated, with_longest
 from shardwright.upstream.outputs import Outputs, hub_options, shown
 from shardwright.upstream.processes import keep_devices_free
 
@@ -124,7 +124,7 @@ class Trainer(Outputs):
         self.hub_model_id, self._hub = hub_options(args)
         taken, given = translated(self._arguments(args), asked)
         self.args, self._given = resolve(taken, **given)
-        if is_theirs(args) and not hasattr(args, "max_length"):
+        if class_of(args) is not None and not hasattr(args, "max_length"):
             self.args = with_longest(self.args, self._given.train)
         self._asked = asked
         self.console, self._callbacks = console or Terminal(), list(callbacks or ())
@@ -133,9 +133,9 @@ class Trainer(Outputs):
 
     def _arguments(self, args: Any) -> TrainingArguments:
         """The run's arguments, of the objective that a trainer of trl's name stands for."""
-        if args is not None and not isinstance(args, TrainingArguments) and not is_theirs(args):
-            raise not_arguments(args)
-        made = TrainingArguments() if args is None else arguments_like(args) if is_theirs(args) else args
+        made = TrainingArguments() if args is None else args
+        if not isinstance(made, TrainingArguments):
+            made = arguments_like(made)
         named = made.objective != DEFAULT or self.objective_name == DEFAULT
         return made if named else replace(made, objective=self.objective_name)
 

@@ -59,8 +59,7 @@ class ModelFacts:
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
         """The model of a full checkpoint, on meta; for a multimodal config ``model`` is its text part."""
-        several = is_multimodal(self.config) and not self.scores_texts
-        return whole_model(self.config) if several else self.model
+        return whole_model(self.config) if is_multimodal(self.config) and not self.scores_texts else self.model
 
     @functools.cached_property
     def names_in_whole(self) -> dict[str, str]:

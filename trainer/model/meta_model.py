@@ -237,9 +237,8 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a full checkpoint on meta, with all parts of a multimodal one; raises as :func:`meta_model`."""
-    several = is_multimodal(config) and not scores_texts(config)
-    return _on_meta(AutoModelForImageTextToText.from_config, config) if several else meta_model(config)
+    """The model of a full checkpoint of a multimodal config on meta, with all of its parts; raises as `meta_model`."""
+    return _on_meta(AutoModelForImageTextToText.from_config, config)
 
 
 def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:

@@ -9,39 +9,40 @@ from shardwright.arguments.known_flags.entry import (
     all_of,
     fills,
     joined,
+    listed,
     missing,
     ours,
     padding_alone,
+    renamed,
     same,
     sets,
     under,
     unneeded,
-    words,
 )
+from shardwright.arguments.known_flags.of_llama_factory import BY_COLUMNS, NO_CONFIG, NO_FP8, NO_SYSTEM, STOPPED
 from shardwright.arguments.known_flags.of_peft import ARGUMENTS as PEFT
+from shardwright.arguments.known_flags.of_peft import PARAMETERS
 from shardwright.arguments.known_flags.of_transformers import (
+    CACHED,
     DOWNLOAD,
+    EVALUATED,
     FLOAT16,
     HELD_OUT,
+    IN_4_BITS,
+    IN_8_BITS,
     KERNELS,
     LAYOUT,
     LOADER,
-    NO_CODE,
-    OF_PUSH,
     OPTIMIZERS,
+    PROCESSES,
     PUSH,
     REMAT,
     WANDB,
 )
-from shardwright.arguments.known_flags.of_trl import CUT, OFFLOAD, RL
+from shardwright.arguments.known_flags.of_trl import NO_CHOSEN, OFFLOAD, REFERENCE, RL, SHUFFLED
 
 NO_TOKENS = missing("a model is trained with the tokens that it has", "a tokenizer and a model that have them")
 OWN_TOKENS = unneeded("the tokenizer's own are used")
-CLASSES = unneeded("transformers' own classes are taken, by the model's config")
-CACHE = unneeded("a cache of rows is known by what it was made of")
-PACKED = unneeded("rows are packed by best fit, and packed samples never see each other")
-FAMILY = unneeded("the config says the family")
-RATE = missing("all weights have one learning rate", "--learning_rate")
 PER_EPOCH = "steps are counted here: a share of an epoch is a number of steps"
 TEMPLATE = ours(
     "chat_template",
@@ -63,20 +64,19 @@ TEMPLATE = ours(
 
 ARGUMENTS: dict[str, Entry] = {
     # the model
-    "base_model": ours("model"),
-    **all_of("base_model_config", unneeded("the config lies with the weights")),
-    "tokenizer_config": ours("tokenizer"),
+    **renamed(base_model="model", tokenizer_config="tokenizer"),
+    "base_model_config": unneeded("the config lies with the weights"),
     "revision_of_model": ours("revision", at={"main": DEFAULT}),
     **all_of(
-        "model_type type_of_model tokenizer_type processor_type tokenizer_use_fast tokenizer_legacy strict", CLASSES
+        "model_type type_of_model tokenizer_type processor_type tokenizer_use_fast tokenizer_legacy strict",
+        unneeded("transformers' own classes are taken, by the model's config"),
     ),
-    **all_of("is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model", FAMILY),
-    "trust_remote_code": NO_CODE,
     **all_of(
-        "overrides_of_model_config rope_scaling",
-        missing("the model's config says it", "a config.json with it, in the folder of --model", many=True),
+        "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
+        unneeded("the config says the family"),
     ),
-    **all_of("hf_use_auth_token", DOWNLOAD),
+    **all_of("overrides_of_model_config rope_scaling", NO_CONFIG),
+    "hf_use_auth_token": DOWNLOAD,
     "special_tokens": Entry(OURS, read=padding_alone, why="padding is never learned"),
     **all_of("tokens added_tokens_overrides resize_token_embeddings_to_32x", NO_TOKENS),
     **all_of("bos_token eos_token pad_token unk_token eot_tokens fix_untrained_tokens", OWN_TOKENS),
@@ -88,10 +88,7 @@ ARGUMENTS: dict[str, Entry] = {
     "datasets.type": missing(
         "no words are put around a record",
         "records with the columns messages, or prompt and completion, or instruction and output",
-        at=all_of(
-            "alpaca chat_template chat_template.default sharegpt completion pretrain",
-            unneeded("records are recognised by their columns"),
-        ),
+        at=all_of("alpaca chat_template chat_template.default sharegpt completion pretrain", BY_COLUMNS),
     ),
     "datasets.ds_type": unneeded("a file's name says its kind"),
     **all_of("datasets.trust_remote_code datasets.preprocess_shards", NOTHING),
@@ -115,22 +112,17 @@ ARGUMENTS: dict[str, Entry] = {
         missing("each turn is learned with the token that ends it", "nothing", at={"turn": DEFAULT}),
     ),
     "datasets.chat_template": TEMPLATE,
-    "dataset_prepared_path": CACHE,
+    "dataset_prepared_path": CACHED,
     **all_of("dataset_processes dataset_num_proc dataset_keep_in_memory", LOADER),
-    **all_of(
-        "shuffle_merged_datasets shuffle_before_merging_datasets", unneeded("the order is drawn anew for each epoch")
-    ),
+    **all_of("shuffle_merged_datasets shuffle_before_merging_datasets", SHUFFLED),
     "push_dataset_to_hub": PUSH,
     "val_set_size": HELD_OUT,
     "dataset_exact_deduplication": missing("records are trained on as often as they come", "data without doubles"),
     "chat_template": TEMPLATE,
     "chat_template_jinja": ours("chat_template", read=template),
-    "default_system_message": missing(
-        "a conversation is rendered as it is", "a first message of the role system in each record"
-    ),
-    "train_on_inputs": ours("train_on_prompt"),
-    "sequence_len": ours("sequence_length"),
-    "max_packed_sequence_len": ours("sequence_length"),
+    "default_system_message": NO_SYSTEM,
+    **renamed(train_on_inputs="train_on_prompt", sample_packing="packing"),
+    **all_of("sequence_len max_packed_sequence_len", ours("sequence_length")),
     "eval_sequence_len": unneeded("rows of an evaluation are as long as those of training"),
     "excess_length_strategy": missing(
         "",
@@ -142,17 +134,15 @@ ARGUMENTS: dict[str, Entry] = {
         },
     ),
     "min_sample_len": missing("short samples are learned too", "data without them"),
-    "sample_packing": ours("packing"),
     **all_of(
         "eval_sample_packing sample_packing_group_size sample_packing_bin_size sample_packing_sequentially "
         "sample_packing_eff_est multipack_real_batches batch_flattening pad_to_sequence_len "
         "pad_to_multiple_of total_num_tokens",
-        PACKED,
+        unneeded("rows are packed by best fit, and packed samples never see each other"),
     ),
     "group_by_length": unneeded("with --packing false a batch holds samples of like length"),
     "curriculum_sampling": missing("the order is drawn anew for each epoch", "nothing"),
-    "streaming": ours("streaming"),
-    "truncation_side": CUT,
+    **same("streaming"),
     # the adapter
     "adapter": missing(
         "an adapter is LoRA here",
@@ -162,17 +152,15 @@ ARGUMENTS: dict[str, Entry] = {
             "qlora": fills("LoRA over a frozen base in NF4", lora_r=8, base_dtype="nf4"),
         },
     ),
-    "lora_model_dir": ours("adapter"),
     **same("lora_r lora_alpha lora_dropout"),
-    "lora_target_modules": ours("lora_target", read=words),
-    "lora_target_parameters": ours("lora_target", read=words),
-    "lora_target_linear": sets("all linear layers", at={"false": NOTHING}, lora_target="all-linear"),
-    "lora_modules_to_save": ours("modules_to_save", read=words),
+    **renamed(lora_model_dir="adapter", peft_use_dora="use_dora", peft_use_rslora="use_rslora"),
+    "lora_target_modules": listed("lora_target"),
+    "lora_target_parameters": PARAMETERS,
+    "lora_target_linear": sets("all linear layers", lora_target="all-linear"),
+    "lora_modules_to_save": listed("modules_to_save"),
     "lora_rank_pattern": ours("rank_pattern", read=joined),
     "lora_alpha_pattern": ours("alpha_pattern", read=joined),
-    "peft_layers_to_transform": ours("layers_to_transform", read=words),
-    "peft_use_dora": ours("use_dora"),
-    "peft_use_rslora": ours("use_rslora"),
+    "peft_layers_to_transform": listed("layers_to_transform"),
     "peft_init_lora_weights": PEFT["init_lora_weights"],
     **all_of(
         "lora_fan_in_fan_out peft_layers_pattern peft_autocast_adapter_dtype", unneeded("a weight's shape says it")
@@ -182,29 +170,28 @@ ARGUMENTS: dict[str, Entry] = {
         "lora_on_cpu qlora_sharded_model_loading merge_lora merge_method",
         unneeded("scripts/export.py --merge makes a plain model afterwards, a weight at a time"),
     ),
-    **all_of("loraplus_lr_ratio loraplus_lr_embedding embedding_lr embedding_lr_scale lr_groups", RATE),
+    **all_of(
+        "loraplus_lr_ratio loraplus_lr_embedding embedding_lr embedding_lr_scale lr_groups",
+        missing("all weights have one learning rate", "--learning_rate"),
+    ),
     **all_of(
         "relora relora_prune_ratio lisa_n_layers lisa_step_interval unfrozen_parameters",
-        missing("weights are trained whole or by LoRA", "--lora_r 16 --layers_to_transform 24:32", many=True),
+        missing("weights are trained whole or by LoRA", "--lora_r 16 --layers_to_transform 24:32"),
     ),
-    "load_in_4bit": unneeded("", at={"true": sets("the frozen base in NF4", base_dtype="nf4"), "false": NOTHING}),
-    "load_in_8bit": unneeded("", at={"true": sets("the frozen base in int8", base_dtype="int8"), "false": NOTHING}),
+    "load_in_4bit": IN_4_BITS,
+    "load_in_8bit": IN_8_BITS,
     "gptq": unneeded("a quantized checkpoint is read as it is; --base_dtype same keeps its codes"),
     "bnb_config_kwargs": unneeded("--base_dtype says how the frozen base is stored"),
     # batches and steps
-    "micro_batch_size": ours("per_device_train_batch_size"),
+    **renamed(micro_batch_size="per_device_train_batch_size", num_epochs="num_train_epochs"),
     "batch_size": missing(
         "it is the micro-batch × devices × --gradient_accumulation_steps",
         "--gradient_accumulation_steps 1 --per_device_train_batch_size 1",
     ),
-    "eval_batch_size": unneeded("an evaluation takes the micro-batches of the training, or smaller ones"),
-    "num_epochs": ours("num_train_epochs"),
-    **same(
-        "gradient_accumulation_steps max_steps warmup_steps learning_rate weight_decay max_grad_norm seed output_dir"
-    ),
+    "eval_batch_size": EVALUATED,
     "optimizer": ours("optim", at=OPTIMIZERS),
     "optim_args": ours("optim_args", read=joined),
-    "lr_scheduler": ours("lr_scheduler_type"),
+    **renamed(lr_scheduler="lr_scheduler_type", bfloat16="bf16", wandb_name="run_name"),
     "cosine_min_lr_ratio": missing(
         "the scheduler has a name of its own",
         """--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
@@ -217,10 +204,9 @@ ARGUMENTS: dict[str, Entry] = {
     "adam_beta3": missing("AdamW has two betas", "--adam_beta1, --adam_beta2"),
     # numbers
     "bf16": ours("bf16", at=all_of("auto full", sets(bf16=True))),
-    "bfloat16": ours("bf16"),
-    **all_of("fp16 float16", FLOAT16),
-    "float32": sets(at={"false": NOTHING}, bf16=False),
-    "fp8": missing("no step computes in FP8", "--bf16 true", bf16=True),
+    "float16": FLOAT16,
+    "float32": sets(bf16=False),
+    "fp8": NO_FP8,
     "activation_offloading": OFFLOAD,
     "gradient_checkpointing": unneeded(REMAT.why, at={"offload": OFFLOAD}),
     **all_of("selective_checkpointing layer_offloading", REMAT),
@@ -243,10 +229,7 @@ ARGUMENTS: dict[str, Entry] = {
         missing("tokens of a row are split by an axis of the mesh", "--mesh sequence=4"),
     ),
     **all_of("heads_k_stride ring_attn_func", KERNELS),
-    **all_of(
-        "device world_size ddp max_memory gpu_memory_limit use_ray ray_num_workers",
-        unneeded("the devices are found by themselves"),
-    ),
+    **all_of("device world_size ddp max_memory gpu_memory_limit use_ray ray_num_workers", PROCESSES),
     # evaluations, logs, checkpoints
     "eval_steps": ours("eval_steps", fill={"eval_strategy": "steps"}),
     "evals_per_epoch": missing(
@@ -259,32 +242,29 @@ ARGUMENTS: dict[str, Entry] = {
     "eval_max_new_tokens": unneeded("--sample_tokens says it"),
     **all_of(
         "do_causal_lm_eval do_bench_eval eval_causal_lm_metrics",
-        missing("tasks are measured by another command", "scripts/evaluate.py", many=True),
+        missing("tasks are measured by another command", "scripts/evaluate.py"),
     ),
-    "early_stopping_patience": missing("a callback stops a run", "callbacks=[EarlyStoppingCallback(2)] in Python"),
+    "early_stopping_patience": STOPPED,
     **all_of(
         "loss_watchdog_threshold loss_watchdog_patience",
         missing("spikes are judged against the last steps", "--on_spike stop"),
     ),
     "debug": NOTHING,
-    **all_of("auto_resume_from_checkpoints", sets(at={"false": NOTHING}, resume_from_checkpoint="latest")),
+    "auto_resume_from_checkpoints": sets(resume_from_checkpoint="latest"),
     **all_of(
         "gc_steps save_first_step profiler_steps_start include_tkps tokenizer_save_jinja_files",
         unneeded("the run looks after it"),
     ),
     "profiler_steps": missing("steps are named", "--profile_steps 10:13"),
     "wandb_project": fills("wandb; the project is WANDB_PROJECT", report_to="wandb"),
-    "wandb_name": ours("run_name"),
-    **all_of("wandb_entity wandb_watch wandb_run_id wandb_log_model wandb_mode use_wandb", WANDB),
-    "use_tensorboard": sets(at={"false": NOTHING}, report_to="tensorboard"),
-    "use_mlflow": sets(at={"false": NOTHING}, report_to="mlflow"),
     **all_of(
-        "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts "
-        "comet_project_name use_comet",
+        "wandb_entity wandb_watch wandb_run_id wandb_log_model wandb_mode use_wandb mlflow_tracking_uri "
+        "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts comet_project_name use_comet",
         WANDB,
     ),
+    "use_tensorboard": sets(report_to="tensorboard"),
+    "use_mlflow": sets(report_to="mlflow"),
     "hub_model_id": PUSH,
-    **all_of("hub_strategy hub_revision", OF_PUSH),
     # preferences
     "rl": missing(
         "there is no such objective here",
@@ -294,15 +274,17 @@ ARGUMENTS: dict[str, Entry] = {
             "grpo": RL,
         },
     ),
-    "reward_model": sets(at={"false": NOTHING}, objective="reward"),
+    "reward_model": sets(objective="reward"),
     **all_of("rl_beta dpo_beta orpo_alpha", ours("beta")),
-    "dpo_label_smoothing": ours("label_smoothing"),
-    "dpo_loss_type": ours("loss_type", read=words),
-    **same("simpo_gamma center_rewards_coefficient neftune_noise_alpha"),
-    "noisy_embedding_alpha": ours("neftune_noise_alpha"),
-    "kto_desirable_weight": ours("desirable_weight"),
-    "kto_undesirable_weight": ours("undesirable_weight"),
-    "rpo_alpha": missing("no likelihood of the chosen answer is added", "--objective orpo"),
-    "precompute_ref_log_probs": unneeded("what the starting weights say is computed once, before the first step"),
+    "dpo_loss_type": listed("loss_type"),
+    **same("center_rewards_coefficient"),
+    **renamed(
+        dpo_label_smoothing="label_smoothing",
+        noisy_embedding_alpha="neftune_noise_alpha",
+        kto_desirable_weight="desirable_weight",
+        kto_undesirable_weight="undesirable_weight",
+    ),
+    "rpo_alpha": NO_CHOSEN,
+    "precompute_ref_log_probs": REFERENCE,
     **all_of("trl vllm", RL),
 }

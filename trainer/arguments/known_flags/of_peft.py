@@ -1,30 +1,28 @@
 """Fields of peft's LoraConfig (0.21)."""
 
-from shardwright.arguments.known_flags.entry import Entry, all_of, joined, missing, ours, same, unneeded, words
+from shardwright.arguments.known_flags.entry import Entry, all_of, joined, listed, missing, ours, same, unneeded
 
 PLACE = unneeded("the run writes it into the adapter's config itself")
 PLAIN = missing("an adapter is LoRA, DoRA or rsLoRA here", "--lora_r 16, with --use_dora or --use_rslora if wanted")
 DATA_STARTS = missing("its factors come from the training data, in a pass before it", "--init_lora_weights pissa")
-EVA_START = missing(
-    "its factors come from the training data, in a pass before it", "--adapter with the folder of PEFT's own start"
-)
-PARAMETERS = ours("lora_target", "experts' weights by their names", read=words, many=True)
-TARGETS = ours("lora_target", read=words, many=True, at={"none": unneeded("all linear layers are adapted")})
+PARAMETERS = listed("lora_target", "experts' weights by their names")
+TARGETS = listed("lora_target", at={"none": unneeded("all linear layers are adapted")})
 
 ARGUMENTS: dict[str, Entry] = {
     **same("lora_dropout use_rslora use_dora lora_alpha"),
     "r": ours("lora_r"),
     "target_modules": TARGETS,
     "target_parameters": PARAMETERS,
-    "exclude_modules": ours("exclude_modules", read=words, many=True),
-    "modules_to_save": ours("modules_to_save", read=words, many=True),
-    "layers_to_transform": ours("layers_to_transform", read=words, many=True),
+    **{
+        name: listed(name)
+        for name in ("exclude_modules", "modules_to_save", "layers_to_transform", "trainable_token_indices")
+    },
     **{name: ours(name, read=joined) for name in ("rank_pattern", "alpha_pattern")},
     "init_lora_weights": ours(
         "init_lora_weights",
         at={
             "false": missing("factors that begin at random train nothing sooner", "--init_lora_weights true"),
-            "eva": EVA_START,
+            "eva": missing(DATA_STARTS.why, "--adapter with the folder of PEFT's own start"),
             **all_of("corda lora_ga", DATA_STARTS),
             **all_of("loftq orthogonal", missing("factors don't begin so here", "--init_lora_weights pissa or olora")),
         },
@@ -49,7 +47,6 @@ ARGUMENTS: dict[str, Entry] = {
     ),
     "lora_bias": PLAIN,
     **all_of("megatron_config megatron_core", unneeded("the recipe lays factors out over the devices")),
-    "trainable_token_indices": ours("trainable_token_indices", read=words, many=True),
     "loftq_config": missing("a base is stored in few bits as it is", "--base_dtype nf4 --init_lora_weights pissa"),
     **all_of("eva_config corda_config lora_ga_config", DATA_STARTS),
     **all_of("velora_config monteclora_config arrow_config kasa_config use_bdlora use_qalora", PLAIN),

@@ -3,39 +3,34 @@
 from shardwright import optimizers
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
-    NOTHING,
     Entry,
     all_of,
-    behind,
     fills,
+    listed,
     missing,
     ours,
+    renamed,
     same,
     sets,
     share,
     unneeded,
-    words,
 )
 
-ADAMW = sets("the same update", optim="adamw")
-EIGHT_BITS = missing(
-    "no optimizer here keeps its state in 8 bits",
-    "--optim adamw --optimizer_dtype bfloat16, in 16",
-    optim="adamw",
-    optimizer_dtype="bfloat16",
-)
-LION_EIGHT_BITS = missing(
-    "no optimizer here keeps its state in 8 bits",
-    "--optim lion --optimizer_dtype bfloat16, in 16",
-    optim="lion",
-    optimizer_dtype="bfloat16",
-)
+
+def _in_16_bits(optim: str) -> Entry:
+    why, instead = "no optimizer here keeps its state in 8 bits", f"--optim {optim} --optimizer_dtype bfloat16, in 16"
+    return missing(why, instead, optim=optim, optimizer_dtype="bfloat16")
+
+
 _OPTIMIZERS = {
-    **all_of("adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamw_apex_fused", ADAMW),
-    **all_of("paged_adamw_32bit paged_adamw adamw", ADAMW),
-    **all_of("adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", EIGHT_BITS),
+    **all_of(
+        "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamw_apex_fused "
+        "paged_adamw_32bit paged_adamw adamw",
+        sets("the same update", optim="adamw"),
+    ),
+    **all_of("adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", _in_16_bits("adamw")),
     **all_of("lion_32bit paged_lion_32bit", sets("the same update", optim="lion")),
-    **all_of("lion_8bit paged_lion_8bit", LION_EIGHT_BITS),
+    **all_of("lion_8bit paged_lion_8bit", _in_16_bits("lion")),
     **all_of(
         "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit sgd adagrad adamw_anyprecision rmsprop "
         "rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor "
@@ -68,7 +63,26 @@ WANDB = unneeded("trackers are told by their own environment variables")
 NO_CODE = unneeded("models are transformers' own classes; code of a repository is not run")
 COLUMNS = unneeded("the columns say which are read, and what is not read is counted")
 FLOAT16 = missing("TPUs compute in bfloat16 or float32", "--bf16 true", bf16=True)
-CUDA = unneeded("it is a setting of GPUs")
+CACHED = unneeded("a cache of rows is known by what it was made of")
+CPU = unneeded("without a TPU it takes the CPU (PJRT_DEVICE=CPU asks for it)")
+EVALUATED = unneeded("an evaluation takes the micro-batches of the training, or smaller ones")
+OF_LIKE_LENGTH = unneeded(
+    "rows of packed samples are all of one length; with --packing false a batch holds samples of like length"
+)
+IN_8_BITS = sets("the frozen base in int8", base_dtype="int8")
+IN_4_BITS = sets("the frozen base in NF4", base_dtype="nf4")
+BITS = missing(
+    "a frozen base has no such size",
+    "--base_dtype nf4, int8, mxfp4 or bfloat16",
+    at={"4": IN_4_BITS, "8": IN_8_BITS, "16": DEFAULT},
+)
+NF4_ALONE = missing(
+    "no base is stored so",
+    "--base_dtype nf4 or mxfp4",
+    at={"nf4": unneeded("it is what --base_dtype nf4 means")},
+    base_dtype="nf4",
+)
+SCALES = unneeded("NF4 takes 4.5 bits a weight, its scales too")
 DTYPE = {
     **all_of("auto none", unneeded("weights are trained in --weight_dtype, and the recipe says what computes")),
     **all_of("bfloat16 bf16", sets(bf16=True)),
@@ -79,16 +93,13 @@ DTYPE = {
 ARGUMENTS: dict[str, Entry] = {
     **same(
         "output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_kwargs "
-        "warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps "
-        "max_grad_norm label_smoothing_factor bf16 neftune_noise_alpha logging_steps logging_first_step run_name "
-        "project eval_steps eval_on_start save_steps save_total_limit load_best_model_at_end metric_for_best_model "
-        "greater_is_better seed resume_from_checkpoint"
+        "lr_scheduler_type warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon "
+        "gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 neftune_noise_alpha logging_steps "
+        "logging_first_step run_name project eval_steps eval_on_start save_steps save_total_limit "
+        "load_best_model_at_end metric_for_best_model greater_is_better seed resume_from_checkpoint"
     ),
-    "lr_scheduler_type": ours("lr_scheduler_type"),
     "optim": ours("optim", at=OPTIMIZERS),
-    "report_to": ours(
-        "report_to", read=words, many=True, at={"": sets(report_to="none"), "[]": sets(report_to="none")}
-    ),
+    "report_to": listed("report_to", at=dict.fromkeys(("", "[]"), sets(report_to="none"))),
     "eval_strategy": ours("eval_strategy", at={"false": sets(eval_strategy="no")}),
     "save_strategy": ours("save_strategy", at={"false": sets(save_strategy="no")}),
     "logging_strategy": unneeded(
@@ -98,9 +109,7 @@ ARGUMENTS: dict[str, Entry] = {
     "average_tokens_across_devices": unneeded(
         "a step's loss is the mean over the tokens of all devices", at={"false": missing("it always is", "nothing")}
     ),
-    "optim_target_modules": missing(
-        "there is no GaLore and no APOLLO here", "--lora_r 16, or --optim adafactor", many=True
-    ),
+    "optim_target_modules": missing("there is no GaLore and no APOLLO here", "--lora_r 16, or --optim adafactor"),
     "fp16": FLOAT16,
     "fp16_full_eval": missing("an evaluation computes as the training does", "--bf16 true"),
     "bf16_full_eval": unneeded("an evaluation computes as the training does"),
@@ -124,7 +133,7 @@ ARGUMENTS: dict[str, Entry] = {
     "include_num_input_tokens_seen": unneeded("the log has tokens a second"),
     **all_of("trackio_space_id trackio_bucket_id trackio_static_space_id", WANDB),
     "eval_delay": missing("evaluations begin with the first --eval_steps", "--eval_steps N --eval_on_start false"),
-    "per_device_eval_batch_size": unneeded("an evaluation takes the micro-batches of the training, or smaller ones"),
+    "per_device_eval_batch_size": EVALUATED,
     **all_of(
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
         "include_for_metrics batch_eval_metrics",
@@ -139,7 +148,7 @@ ARGUMENTS: dict[str, Entry] = {
     "restore_callback_states_from_checkpoint": unneeded("callbacks' states always come back"),
     "full_determinism": unneeded("the same program on the same devices gives the same numbers"),
     "data_seed": missing("one seed draws the weights and the order of the data", "--seed"),
-    "use_cpu": unneeded("without a TPU it takes the CPU (PJRT_DEVICE=CPU asks for it)"),
+    "use_cpu": CPU,
     **all_of("accelerator_config parallelism_config fsdp fsdp_config deepspeed", LAYOUT),
     "dataloader_drop_last": unneeded("every batch is full: an epoch's last rows go on into the next"),
     **all_of(
@@ -148,9 +157,9 @@ ARGUMENTS: dict[str, Entry] = {
         LOADER,
     ),
     "remove_unused_columns": COLUMNS,
-    "label_names": missing("a causal language model has one kind of label", "compute_loss_func= in Python", many=True),
+    "label_names": missing("a causal language model has one kind of label", "compute_loss_func= in Python"),
     "train_sampling_strategy": unneeded(
-        "rows of packed samples are all of one length; with --packing false a batch holds samples of like length",
+        OF_LIKE_LENGTH.why,
         at={
             "random": unneeded("the order is drawn anew for each epoch"),
             "sequential": missing("the order is drawn anew for each epoch", "--seed, which draws the same one again"),
@@ -159,7 +168,7 @@ ARGUMENTS: dict[str, Entry] = {
     "length_column_name": unneeded("lengths are counted in tokens"),
     **all_of("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend", LAYOUT),
     "ddp_timeout": unneeded("--hang_timeout ends a run in which nothing moves"),
-    "debug": missing("it is for GPUs and torch_xla's old data parallelism", "--profile_steps 10:13", many=True),
+    "debug": missing("it is for GPUs and torch_xla's old data parallelism", "--profile_steps 10:13"),
     "skip_memory_metrics": unneeded("scripts/compile.py says what a step takes"),
     "do_train": unneeded(
         "scripts/train.py trains", at={"false": missing("scripts/train.py trains", "scripts/evaluate.py")}
@@ -172,56 +181,47 @@ ARGUMENTS: dict[str, Entry] = {
 # arguments of earlier releases
 OLDER: dict[str, Entry] = {
     "warmup_ratio": ours("warmup_steps", "a share of the steps", share),
-    "evaluation_strategy": ours("eval_strategy"),
+    **renamed(evaluation_strategy="eval_strategy", per_gpu_train_batch_size="per_device_train_batch_size"),
     **same("overwrite_output_dir"),
     "logging_dir": unneeded("TensorBoard's files are in OUTPUT_DIR/runs"),
-    "no_cuda": unneeded("without a TPU it takes the CPU"),
-    "use_mps_device": unneeded("without a TPU it takes the CPU"),
-    "group_by_length": unneeded(
-        "rows of packed samples are all of one length; with --packing false a batch holds samples of like length"
-    ),
-    "per_gpu_train_batch_size": ours("per_device_train_batch_size"),
-    "per_gpu_eval_batch_size": unneeded("an evaluation takes the micro-batches of the training, or smaller ones"),
-    **all_of("fp16_opt_level fp16_backend half_precision_backend", CUDA),
-    "adafactor": sets(optim="adafactor", at={"false": NOTHING}),
+    **all_of("no_cuda use_mps_device", CPU),
+    "group_by_length": OF_LIKE_LENGTH,
+    "per_gpu_eval_batch_size": EVALUATED,
+    **all_of("fp16_opt_level fp16_backend half_precision_backend", unneeded("it is a setting of GPUs")),
+    "adafactor": sets(optim="adafactor"),
     **all_of("fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap sharded_ddp mp_parameters", LAYOUT),
     **all_of("torchdynamo jit_mode_eval use_ipex", COMPILED),
     **all_of("tpu_num_cores xpu_backend dispatch_batches split_batches ray_scope", PROCESSES),
     "tpu_metrics_debug": missing("it is for torch_xla's old data parallelism", "--profile_steps 10:13"),
     **all_of("include_inputs_for_metrics eval_use_ipex past_index", METRICS),
-    **all_of("include_tokens_per_second", unneeded("the log has tokens a second")),
+    "include_tokens_per_second": unneeded("the log has tokens a second"),
     "save_safetensors": unneeded("files of weights are safetensors"),
     **all_of("push_to_hub_model_id push_to_hub_organization push_to_hub_token", OF_PUSH),
 }
 
 # arguments of transformers' examples/pytorch/language-modeling/run_clm.py, and of Alpaca's train.py
 EXAMPLES: dict[str, Entry] = {
-    "model_name_or_path": ours("model"),
-    "model_id": ours("model"),
+    **all_of("model_name_or_path model_id", ours("model")),
     "config_name": ours("model", "a config alone: random weights"),
     **all_of("tokenizer_name tokenizer_name_or_path", ours("tokenizer")),
-    **all_of("use_fast_tokenizer", unneeded("tokenizers are the fast ones")),
+    "use_fast_tokenizer": unneeded("tokenizers are the fast ones"),
     "model_revision": ours("revision", at=all_of("main none", DEFAULT)),
-    "dataset_name": ours("dataset"),
-    "train_dataset": ours("dataset"),
-    **all_of("train_file data_path train_files", ours("dataset")),
-    "dataset_config_name": behind("dataset", ":", at=all_of("none default", DEFAULT)),
+    **all_of("dataset_name train_dataset train_file data_path train_files", ours("dataset")),
+    "dataset_config_name": ours("dataset", suffix=":", at=all_of("none default", DEFAULT)),
     **all_of("validation_file eval_file test_file", ours("eval_dataset")),
     "max_train_samples": ours("max_samples"),
     "max_eval_samples": missing("an evaluation counts rows, which hold several samples", "--max_eval_rows N"),
-    "block_size": ours("sequence_length"),
-    "model_max_length": ours("sequence_length"),
+    **all_of("block_size model_max_length", ours("sequence_length")),
     "validation_split_percentage": HELD_OUT,
     **all_of("preprocessing_num_workers num_workers", LOADER),
-    **all_of("overwrite_cache", unneeded("a cache of rows is known by what it was made of")),
+    "overwrite_cache": CACHED,
     "keep_linebreaks": unneeded(
         "texts are tokenised as they are",
         at={"false": missing("texts are tokenised as they are", "a dataset without them")},
     ),
     **all_of("torch_dtype dtype", unneeded("weights are stored in --weight_dtype", at=DTYPE)),
     **all_of("low_cpu_mem_usage device_map", unneeded("weights are read a tensor at a time, onto the devices")),
-    "cache_dir": DOWNLOAD,
-    **all_of("use_auth_token token hf_token", DOWNLOAD),
+    **all_of("cache_dir use_auth_token token hf_token", DOWNLOAD),
     "trust_remote_code": NO_CODE,
     "config_overrides": missing("a config is a file", "--model with the path of a config's .json"),
     **all_of("use_flash_attn use_flash_attention use_flash_attention_2", KERNELS),
@@ -232,21 +232,11 @@ EXAMPLES: dict[str, Entry] = {
             "sdpa": unneeded("exact attention, in this package's kernel"),
         },
     ),
-    "use_lora": fills("LoRA with rank 8", at={"false": NOTHING}, lora_r=8),
+    "use_lora": fills("LoRA with rank 8", lora_r=8),
     "lora_rank": ours("lora_r"),
-    "q_lora": fills("LoRA over NF4", at={"false": NOTHING}, lora_r=8, base_dtype="nf4"),
-    "bits": missing(
-        "a frozen base has no such size",
-        "--base_dtype nf4, int8 or bfloat16",
-        at={"4": sets(base_dtype="nf4"), "8": sets(base_dtype="int8"), "16": DEFAULT},
-    ),
-    "double_quant": unneeded("NF4's scales take half a bit a weight as they are"),
-    "quant_type": unneeded(
-        "",
-        at={
-            "nf4": unneeded("it is what --base_dtype nf4 means"),
-            "fp4": missing("no base is stored in FP4", "--base_dtype nf4 or mxfp4", base_dtype="nf4"),
-        },
-    ),
+    "q_lora": fills("LoRA over NF4", lora_r=8, base_dtype="nf4"),
+    "bits": BITS,
+    "double_quant": SCALES,
+    "quant_type": NF4_ALONE,
     "wandb_project": WANDB,
 }
