@@ -112,7 +112,7 @@ def resolve(
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
         config = found.config or meta_model.load_config(args.model, written)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config)
-        late |= options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole)
+        late |= options_of(peft_config.to_dict(), facts.part)
     return replace(args, **late) if late else args, found
 
 

@@ -216,8 +216,7 @@ class TrainingLoop:
     def _event(self, name: str, state: TrainerState | None = None, **more: Any) -> None:
         """Tell the callbacks of an event, and take the control they return. The watchdog counts it as progress."""
         hosts().watchdog.moved(self.state.global_step)
-        args: Any = self.args  # not transformers' class, but with the fields that callbacks read
-        self.control = getattr(self.callbacks, name)(args, state or self.state, self.control, **more)
+        self.control = getattr(self.callbacks, name)(self.args, state or self.state, self.control, **more)
 
     def _loop(self) -> None:
         if self.resume is not None:

@@ -48,12 +48,7 @@ from shardwright.upstream.processes import keep_devices_free
 
 # transformers' methods that nothing but a user's program calls, here as there
 _CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
-# what is given, and can be asked for, beside callbacks and the console
-_GIVEN = (
-    *("model", "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init"),
-    *("compute_loss_func", "compute_metrics", "optimizers", "optimizer_cls_and_kwargs"),
-    *("preprocess_logits_for_metrics", "recipe", "peft_config", "formatting_func", "quantization_config", "tokenizer"),
-)
+_KEPT = ("args", "callbacks", "console")  # what is not resolved when a trainer is made
 keep_devices_free()  # before a program makes transformers' TrainingArguments
 
 
@@ -118,9 +113,9 @@ class Trainer(Outputs):
         console: Console | None = None,
         **others: Any,
     ) -> None:
-        asked = {name: value for name, value in locals().items() if name in _GIVEN}
+        asked = {name: value for name, value in locals().items() if name not in ("self", "others", *_KEPT)}
         for name in others:
-            raise no_keyword(name, [*_GIVEN, "callbacks", "console"], [each.name for each in fields(TrainingArguments)])
+            raise no_keyword(name, [*asked, *_KEPT], [each.name for each in fields(TrainingArguments)])
         self.hub_model_id, self._hub = hub_options(args)
         taken, given = translated(self._arguments(args), asked)
         self.args, self._given = resolve(taken, **given)
@@ -160,7 +155,7 @@ class Trainer(Outputs):
             return asked[name]
         if hasattr(type(self), name):  # a property that failed with an AttributeError, which says what failed
             return object.__getattribute__(self, name)
-        raise no_attribute(name, [*dir(self), *_GIVEN])
+        raise no_attribute(name, [*dir(self), *asked])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("args", "console") and name in inspect.signature(Trainer).parameters:
