@@ -94,8 +94,9 @@ class KahnemanTversky(SegmentObjective):
         return torch.stack([good + bad, good, bad]).to(torch.float32)
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
-        logps = self._by_place(labels.token_logps(logits, labels.targets(batch["labels"])), batch)
-        real = (self._by_place(scored(batch), batch) > 0).to(torch.float32)
+        goal = labels.targets(batch["labels"])
+        logps = self._by_place(labels.token_logps(logits, goal), batch)
+        real = (self._by_place((goal != labels.IGNORE).to(logps.dtype), batch) > 0).to(logps.dtype)
         gains = logps - batch[self.reference].unflatten(-1, logps.shape[-2:])
         kl = torch.zeros_like(counts[0])
         if MISMATCHED in self.segments:
