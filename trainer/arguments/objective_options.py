@@ -90,7 +90,7 @@ class ObjectiveChoice(Checked):
             value, own = getattr(self, name), self.entry.options.get(name)
             if isinstance(own, Choice):
                 for word in own.read(value) if own.known else ():
-                    check_choice(name, word, own.known)
+                    check_choice(name, word, own.known, f"--objective {self.objective}")
             elif own is not None:
                 value = own.default if value is None else value
                 setattr(self, name, value)

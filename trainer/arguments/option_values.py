@@ -50,13 +50,13 @@ def check_values(arguments: Any) -> None:
             check_choice(name, read, known)
 
 
-def check_choice(name: str, value: Any, known: Collection[str]) -> None:
-    """Refuse a ``value`` of the option ``name`` that is not in ``known``."""
+def check_choice(name: str, value: Any, known: Collection[str], of: str = "") -> None:
+    """Refuse a ``value`` of the option ``name`` that is not in ``known``; ``of``: beside which other option it is."""
     if value not in known:
         raise UserError(
             asked=f"--{name} {value}",
             found=f"{value!r} is none of the known ones",
-            why=f"{name} is one of a fixed list",
+            why=f"{name}{of and f' of {of}'} is one of a fixed list",
             instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
         )
 
