@@ -64,6 +64,7 @@ class Entry:
         return {**({self.name: read} if self.name else {}), **self.options}
 
 
+Cells = Mapping[str, Entry | str | tuple[str, str]]
 NOTHING = Entry(UNNEEDED, why="it asks for nothing")
 DEFAULT = Entry(UNNEEDED, why="it is the default")
 
@@ -92,9 +93,21 @@ def plain(value: Any) -> Any:
     return value
 
 
-def ours(name: str, why: str = "", read: Reader | None = None, **more: Any) -> Entry:
+def table(cells: Cells) -> dict[str, Entry]:
+    """Arguments, or values of one, by names with blanks between them → what becomes of each.
+
+    That is an entry; in words why it is not needed; or why it is not to be had, and what to use.
+    """
+    found = {}
+    for names, cell in cells.items():
+        entry = unneeded(cell) if isinstance(cell, str) else missing(*cell) if isinstance(cell, tuple) else cell
+        found |= dict.fromkeys(names.split() or [names], entry)
+    return found
+
+
+def ours(name: str, why: str = "", read: Reader | None = None, at: Cells | None = None, **more: Any) -> Entry:
     """An argument whose value our option ``name`` takes; ``more``: of the entry."""
-    return Entry(OURS, name, read, why=why, **more)
+    return Entry(OURS, name, read, why=why, at=table(at or {}), **more)
 
 
 def listed(name: str, why: str = "", **more: Any) -> Entry:
@@ -102,9 +115,9 @@ def listed(name: str, why: str = "", **more: Any) -> Entry:
     return ours(name, why, words, many=True, **more)
 
 
-def sets(why: str = "", at: Mapping[str, Entry] | None = None, **options: Any) -> Entry:
+def sets(why: str = "", at: Cells | None = None, **options: Any) -> Entry:
     """An argument that stands for our ``options``."""
-    return Entry(OURS, options=options, why=why, at=at or {})
+    return Entry(OURS, options=options, why=why, at=table(at or {}))
 
 
 def fills(why: str = "", **options: Any) -> Entry:
@@ -112,25 +125,20 @@ def fills(why: str = "", **options: Any) -> Entry:
     return Entry(OURS, fill=options, why=why)
 
 
-def unneeded(why: str, at: Mapping[str, Entry] | None = None) -> Entry:
+def unneeded(why: str, at: Cells | None = None) -> Entry:
     """An argument that is taken and has no effect, because …"""
-    return Entry(UNNEEDED, why=why, at=at or {}, many=True)
+    return Entry(UNNEEDED, why=why, at=table(at or {}), many=True)
 
 
-def missing(why: str, instead: str, at: Mapping[str, Entry] | None = None, **nearest: Any) -> Entry:
+def missing(why: str, instead: str, at: Cells | None = None, **nearest: Any) -> Entry:
     """An argument that is refused, because …; ``nearest``: the options that a port takes in its place."""
-    return Entry(MISSING, why=why, instead=instead, at=at or {}, options=nearest, many=True)
-
-
-def all_of(names: str, entry: Entry) -> dict[str, Entry]:
-    """The same entry for each of ``names``, with blanks between them."""
-    return dict.fromkeys(names.split(), entry)
+    return Entry(MISSING, why=why, instead=instead, at=table(at or {}), options=nearest, many=True)
 
 
 def under(names: str) -> Entry:
     """The name of a column, a key or a role in records, which is read if it is one of ``names``."""
-    at = all_of(names, NOTHING)
-    return missing("it is read under another name", f"records that have it as {' or '.join(at)}", at=at)
+    instead = f"records that have it as {' or '.join(names.split())}"
+    return missing("it is read under another name", instead, {names: NOTHING})
 
 
 def same(names: str) -> dict[str, Entry]:

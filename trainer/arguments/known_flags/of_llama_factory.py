@@ -4,8 +4,7 @@ from shardwright.arguments.known_flags.dataset_words import held_out, only_one, 
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
-    Entry,
-    all_of,
+    Cells,
     fills,
     listed,
     missing,
@@ -54,63 +53,57 @@ _NAMES = {
     "tags.system_tag": "system",
 }
 
-ARGUMENTS: dict[str, Entry] = {
+ARGUMENTS: Cells = {
     # the model
     **renamed(train_from_scratch="from_scratch"),
     "adapter_name_or_path": ours("adapter", read=only_one),
-    "create_new_adapter": missing("a run trains one adapter", "scripts/export.py --merge, and --model with that"),
+    "create_new_adapter": ("a run trains one adapter", "scripts/export.py --merge, and --model with that"),
     "model_revision": ours("revision", at={"main": DEFAULT}),
-    **all_of("hf_hub_token ms_hub_token om_hub_token", DOWNLOAD),
-    **all_of("use_fast_tokenizer low_cpu_mem_usage print_param_status", unneeded("it is always so, and said")),
-    **all_of(
-        "resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens",
-        missing("a model is trained with the tokens that it has", "a folder with the larger embedding, as --model"),
+    "hf_hub_token ms_hub_token om_hub_token": DOWNLOAD,
+    "use_fast_tokenizer low_cpu_mem_usage print_param_status": "it is always so, and said",
+    "resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens": (
+        "a model is trained with the tokens that it has",
+        "a folder with the larger embedding, as --model",
     ),
     **same("split_special_tokens"),
-    **all_of("flash_attn enable_liger_kernel use_unsloth use_v1_kernels", KERNELS),
-    **all_of("use_unsloth_gc use_reentrant_gc", REMAT),
+    "flash_attn enable_liger_kernel use_unsloth use_v1_kernels": KERNELS,
+    "use_unsloth_gc use_reentrant_gc": REMAT,
     "disable_gradient_checkpointing": sets(at={"false": REMAT}, compute="remat=none"),
-    **all_of(
-        "shift_attn mixture_of_depths",
-        missing("a model is trained as its config has it", "--mesh sequence=4 for long rows"),
-    ),
+    "shift_attn mixture_of_depths": ("a model is trained as its config has it", "--mesh sequence=4 for long rows"),
     "rope_scaling": NO_CONFIG,
-    **all_of("upcast_layernorm upcast_lmhead_output", unneeded("norms and the loss are computed in float32")),
-    "moe_aux_loss_coef": missing("the model's config has the coefficient", "--compute router_loss=true"),
+    "upcast_layernorm upcast_lmhead_output": "norms and the loss are computed in float32",
+    "moe_aux_loss_coef": ("the model's config has the coefficient", "--compute router_loss=true"),
     "quantization_bit": BITS,
     "quantization_method": missing(
         "a base is quantized as it is read",
         "--base_dtype nf4, int8, mxfp4",
-        at=all_of("bnb bitsandbytes", unneeded("--base_dtype says it")),
+        at={"bnb bitsandbytes": "--base_dtype says it"},
     ),
     "quantization_type": NF4_ALONE,
-    **all_of("double_quantization quantization_device_map", SCALES),
-    **all_of(
+    "double_quantization quantization_device_map": SCALES,
+    (
         "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen "
-        "freeze_vision_tower freeze_multi_modal_projector",
-        unneeded("a model's text part is what is trained"),
+        "freeze_vision_tower freeze_multi_modal_projector"
+    ): "a model's text part is what is trained",
+    "freeze_language_model": ("a model's text part is what is trained", "nothing"),
+    "export_dir export_size export_device export_legacy_format export_hub_model_id": unneeded(
+        "OUTPUT_DIR/model is written as the hub has it; scripts/export.py writes other formats"
     ),
-    "freeze_language_model": missing("a model's text part is what is trained", "nothing"),
-    **all_of(
-        "export_dir export_size export_device export_legacy_format export_hub_model_id",
-        unneeded("OUTPUT_DIR/model is written as the hub has it; scripts/export.py writes other formats"),
-    ),
-    **all_of("infer_backend infer_dtype offload_folder use_kv_cache", unneeded("a run trains")),
+    "infer_backend infer_dtype offload_folder use_kv_cache": "a run trains",
     # the data
     "dataset": ours(
         "dataset", "a name that no dataset_info.json has is for you to replace by a file or hub id", several
     ),
     "eval_dataset": ours("eval_dataset", read=held_out),
-    "dataset_dir": unneeded("--dataset takes files and hub ids; names in a dataset_info.json there are looked up"),
-    **all_of("dataset.formatting dataset.ranking", BY_COLUMNS),
+    "dataset_dir": "--dataset takes files and hub ids; names in a dataset_info.json there are looked up",
+    "dataset.formatting dataset.ranking": BY_COLUMNS,
     **{f"dataset.{name}": under(names) for name, names in _NAMES.items()},
-    **all_of(
+    (
         "dataset.ms_hub_url dataset.om_hub_url dataset.script_url dataset.cloud_file_name dataset.load_from "
-        "dataset.folder",
-        missing("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
-    ),
+        "dataset.folder"
+    ): ("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
     "dataset.file_sha1": NOTHING,
-    "dataset.num_samples": missing("a dataset is taken whole, or by its share of the rows", "--dataset a:0.7,b:0.3"),
+    "dataset.num_samples": ("a dataset is taken whole, or by its share of the rows", "--dataset a:0.7,b:0.3"),
     "template": unneeded(
         "a conversation is rendered with the tokenizer's own template",
         at={"chatml": sets(chat_template="chatml")},
@@ -119,19 +112,18 @@ ARGUMENTS: dict[str, Entry] = {
     **same("train_on_prompt streaming max_samples packing"),
     "neat_packing": sets(packing=True, isolate_documents=True),
     "mask_history": missing("each answer of a conversation is learned", "--train_on last", train_on="last"),
-    **all_of(
-        "mix_strategy interleave_probs",
-        missing("shares are said with the datasets", "--dataset a.jsonl:0.7,b.jsonl:0.3", at={"concat": DEFAULT}),
+    "mix_strategy interleave_probs": missing(
+        "shares are said with the datasets", "--dataset a.jsonl:0.7,b.jsonl:0.3", at={"concat": DEFAULT}
     ),
-    **all_of("tokenized_path data_shared_file_system", CACHED),
+    "tokenized_path data_shared_file_system": CACHED,
     "preprocessing_batch_size": LOADER,
-    "ignore_pad_token_for_loss": unneeded("padding is never learned"),
+    "ignore_pad_token_for_loss": "padding is never learned",
     "val_size": HELD_OUT,
-    "eval_on_each_dataset": missing("sets are evaluated by their names", "--eval_dataset chat=a.jsonl,code=b.jsonl"),
-    "tool_format": unneeded("the tokenizer's template writes tools"),
+    "eval_on_each_dataset": ("sets are evaluated by their names", "--eval_dataset chat=a.jsonl,code=b.jsonl"),
+    "tool_format": "the tokenizer's template writes tools",
     "default_system": NO_SYSTEM,
     "enable_thinking": unneeded(AS_IT_IS),
-    "preserve_thinking": unneeded("--train_on says of which turns the reasoning is learned"),
+    "preserve_thinking": "--train_on says of which turns the reasoning is learned",
     # what is trained, and how
     "stage": missing(
         "there is no such objective here",
@@ -158,14 +150,11 @@ ARGUMENTS: dict[str, Entry] = {
     "lora_target": listed("lora_target", at={"all": sets("all linear layers", lora_target="all-linear")}),
     "additional_target": listed("modules_to_save"),
     "pissa_init": sets(init_lora_weights="pissa"),
-    **all_of(
-        "pissa_iter pissa_convert",
-        unneeded("--init_lora_weights pissa_niter_16 says the first; an adapter is written as PEFT reads it"),
+    "pissa_iter pissa_convert": unneeded(
+        "--init_lora_weights pissa_niter_16 says the first; an adapter is written as PEFT reads it"
     ),
-    **all_of(
-        "loraplus_lr_ratio loraplus_lr_embedding", missing("all factors have one learning rate", "--learning_rate")
-    ),
-    **all_of("freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro", NO_FREEZE),
+    "loraplus_lr_ratio loraplus_lr_embedding": ("all factors have one learning rate", "--learning_rate"),
+    "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro": NO_FREEZE,
     **renamed(
         pref_beta="beta",
         dpo_label_smoothing="label_smoothing",
@@ -182,39 +171,35 @@ ARGUMENTS: dict[str, Entry] = {
         },
     ),
     "pref_ftx": NO_CHOSEN,
-    "pref_bco_weight": missing("there is no BCO here", "--objective dpo"),
+    "pref_bco_weight": ("there is no BCO here", "--objective dpo"),
     **same("simpo_gamma"),
     "ref_model": OTHER_REFERENCE,
-    **all_of("ref_model_adapters ref_model_quantization_bit", REFERENCE),
-    **all_of(
+    "ref_model_adapters ref_model_quantization_bit": REFERENCE,
+    (
         "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters "
-        "reward_model_quantization_bit reward_model_type",
-        RL,
-    ),
+        "reward_model_quantization_bit reward_model_type"
+    ): RL,
     "ld_alpha": ALIKE,
-    **all_of(
+    (
         "use_galore galore_target galore_rank galore_update_interval galore_scale use_apollo apollo_target apollo_rank "
-        "use_badam badam_mode use_adam_mini",
-        missing("there is no GaLore, APOLLO or BAdam here", "--lora_r 16, or --optim adafactor"),
-    ),
+        "use_badam badam_mode use_adam_mini"
+    ): ("there is no GaLore, APOLLO or BAdam here", "--lora_r 16, or --optim adafactor"),
     "use_muon": sets(optim="muon"),
     "pure_bf16": sets("weights in bfloat16", bf16=True, weight_dtype="bfloat16"),
-    **all_of("use_dft_loss use_asft_loss use_eaft_loss", missing("there is no such loss here", "--objective sft")),
-    **all_of("swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key", WANDB),
+    "use_dft_loss use_asft_loss use_eaft_loss": ("there is no such loss here", "--objective sft"),
+    "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key": WANDB,
     "use_swanlab": sets(report_to="swanlab"),
-    "compute_accuracy": unneeded("an evaluation has the share of tokens guessed right"),
-    "disable_shuffling": missing("the order is drawn anew for each epoch", "--seed, which draws the same one again"),
+    "compute_accuracy": "an evaluation has the share of tokens guessed right",
+    "disable_shuffling": ("the order is drawn anew for each epoch", "--seed, which draws the same one again"),
     "early_stopping_steps": STOPPED,
-    "plot_loss": unneeded("the curve is in OUTPUT_DIR/report.html"),
-    "include_effective_tokens_per_second": unneeded("the log has tokens a second"),
-    **all_of(
-        "ray_num_workers ray_init_kwargs ray_run_name ray_storage_path resources_per_worker placement_strategy",
-        unneeded("scripts/launch.py ray starts a run on Ray"),
+    "plot_loss": "the curve is in OUTPUT_DIR/report.html",
+    "include_effective_tokens_per_second": "the log has tokens a second",
+    "ray_num_workers ray_init_kwargs ray_run_name ray_storage_path resources_per_worker placement_strategy": unneeded(
+        "scripts/launch.py ray starts a run on Ray"
     ),
     "truncation_side": CUT,
-    **all_of(
-        "do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty predict_with_generate",
-        unneeded("--sample_temperature and --sample_top_p say how sample answers are drawn"),
+    "do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty predict_with_generate": unneeded(
+        "--sample_temperature and --sample_top_p say how sample answers are drawn"
     ),
     "fp8": NO_FP8,
 }

@@ -3,8 +3,7 @@
 from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
-    Entry,
-    all_of,
+    Cells,
     fills,
     listed,
     missing,
@@ -12,6 +11,7 @@ from shardwright.arguments.known_flags.entry import (
     renamed,
     same,
     sets,
+    table,
     unneeded,
 )
 from shardwright.arguments.known_flags.of_peft import PARAMETERS, PLACE, TARGETS
@@ -29,16 +29,17 @@ from shardwright.arguments.known_flags.of_transformers import (
     SCALES,
 )
 
+_EXAMPLES = table(EXAMPLES)
 MODEL_KWARGS = missing("a model is built from its config", "--model, --revision, --bf16, --compute attention=…")
 ROUTER = missing("the model's config has the coefficient", "--compute router_loss=true, which adds that loss")
 ROWS = unneeded("rows are packed, or padded to a few fixed lengths, each compiled once")
 OFFLOAD = missing("the recipe says what the backward keeps", "--compute remat=offload", compute="remat=offload")
 REFERENCE = unneeded("what the starting weights say is computed once, before the first step")
 OTHER_REFERENCE = missing("the reference is the starting weights", "--model, which is where the run starts")
-_OF_REFERENCE = {
-    **all_of("precompute_ref_log_probs precompute_ref_batch_size", REFERENCE),
+_OF_REFERENCE: Cells = {
+    "precompute_ref_log_probs precompute_ref_batch_size": REFERENCE,
     "sync_ref_model": missing(OTHER_REFERENCE.why, "nothing; each run is one reference"),
-    **all_of("ref_model_mixup_alpha ref_model_sync_steps", unneeded("they say something of a moving reference alone")),
+    "ref_model_mixup_alpha ref_model_sync_steps": "they say something of a moving reference alone",
 }
 ALIKE = missing("each answer's tokens count alike", "--objective simpo, which takes their mean")
 NO_CHOSEN = missing("no likelihood of the chosen answer is added", "--objective orpo")
@@ -54,12 +55,12 @@ CUT = missing(
     "a sample is cut at one of its ends",
     "--overflow truncate_right or truncate_left",
     at={
-        **all_of("keep_start right", sets(overflow="truncate_right")),
-        **all_of("keep_end left", sets(overflow="truncate_left")),
+        "keep_start right": sets(overflow="truncate_right"),
+        "keep_end left": sets(overflow="truncate_left"),
     },
 )
 
-COMMON: dict[str, Entry] = {
+COMMON: Cells = {
     "model_init_kwargs": MODEL_KWARGS,
     "trust_remote_code": NO_CODE,
     "router_aux_loss_coef": ROUTER,
@@ -68,22 +69,22 @@ COMMON: dict[str, Entry] = {
     "pad_to_multiple_of": ROWS,
     "activation_offloading": OFFLOAD,
     "pad_token": NO_TOKEN,
-    "eos_token": missing("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
-    "disable_dropout": unneeded("dropout is what the model's config says, which is none since Llama"),
+    "eos_token": ("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
+    "disable_dropout": "dropout is what the model's config says, which is none since Llama",
 }
 
 # the `datasets` of a YAML file: a mixture, each by its place and its share
-MIXTURE: dict[str, Entry] = {
+MIXTURE: Cells = {
     "datasets": ours("dataset", "without fractions they are mixed by their sizes", several),
-    "datasets.columns": unneeded("columns say what records are"),
-    "datasets.data_dir": missing("a dataset is taken whole", "--dataset with a folder of its files"),
+    "datasets.columns": "columns say what records are",
+    "datasets.data_dir": ("a dataset is taken whole", "--dataset with a folder of its files"),
     **same("streaming"),
     "test_split_size": HELD_OUT,
 }
 
-SFT: dict[str, Entry] = {
+SFT: Cells = {
     **COMMON,
-    "dataset_text_field": ours("text_column", at={"text": unneeded("columns say what records are")}),
+    "dataset_text_field": ours("text_column", at={"text": "columns say what records are"}),
     "dataset_kwargs": missing(
         "records are read by their columns",
         "docs/data.md, which lists the shapes",
@@ -92,9 +93,9 @@ SFT: dict[str, Entry] = {
     "truncation_mode": CUT,
     "shuffle_dataset": SHUFFLED,
     **same("packing"),
-    "packing_strategy": unneeded("rows are packed by best fit"),
+    "packing_strategy": "rows are packed by best fit",
     "padding_free": ROWS,
-    "eval_packing": unneeded("--packing alone says whether samples share rows"),
+    "eval_packing": "--packing alone says whether samples share rows",
     "completion_only_loss": unneeded(
         "the loss is on completions",
         at={"true": DEFAULT, "false": sets("the prompt is learned too", train_on_prompt=True)},
@@ -106,13 +107,13 @@ SFT: dict[str, Entry] = {
     "loss_type": ours(
         "loss_type",
         at={
-            **all_of("nll chunked_nll", unneeded("it is the loss of --objective sft")),
-            "dft": missing("there is no DFT here", "--objective sft"),
+            "nll chunked_nll": "it is the loss of --objective sft",
+            "dft": ("there is no DFT here", "--objective sft"),
         },
     ),
 }
 
-DPO: dict[str, Entry] = {
+DPO: Cells = {
     **COMMON,
     **_OF_REFERENCE,
     **same("beta label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau"),
@@ -121,7 +122,7 @@ DPO: dict[str, Entry] = {
     "loss_type": listed(
         "loss_type",
         at={
-            "sigmoid": unneeded("it is the loss of --objective dpo"),
+            "sigmoid": "it is the loss of --objective dpo",
             "ipo": sets(objective="ipo"),
             "orpo": sets(objective="orpo"),
             "simpo": sets(objective="simpo"),
@@ -133,19 +134,19 @@ DPO: dict[str, Entry] = {
     "use_weighting": NO_LOSS,
 }
 
-KTO: dict[str, Entry] = {
+KTO: Cells = {
     **COMMON,
     **_OF_REFERENCE,
     **same("beta desirable_weight undesirable_weight"),
-    "loss_type": ours("loss_type", at={"kto": unneeded("it is the loss of --objective kto")}),
+    "loss_type": ours("loss_type", at={"kto": "it is the loss of --objective kto"}),
 }
 
-REWARD: dict[str, Entry] = {**COMMON, **same("center_rewards_coefficient")}
+REWARD: Cells = {**COMMON, **same("center_rewards_coefficient")}
 
-GRPO: dict[str, Entry] = {
+GRPO: Cells = {
     **COMMON,
     "shuffle_dataset": SHUFFLED,
-    **all_of(
+    (
         "loss_type beta cast_lm_head_to_fp32 num_generations num_generations_eval max_completion_length "
         "ds3_gather_for_generation generation_batch_size steps_per_generation temperature top_p top_k min_p "
         "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode "
@@ -159,26 +160,25 @@ GRPO: dict[str, Entry] = {
         "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
         "off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal num_completions_to_print "
         "log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching "
-        "transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap",
-        RL,
-    ),
+        "transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap"
+    ): RL,
 }
 
 # ScriptArguments and ModelConfig
-SCRIPT: dict[str, Entry] = {
+SCRIPT: Cells = {
     "dataset_name": ours("dataset"),
-    "dataset_config": EXAMPLES["dataset_config_name"],
+    "dataset_config": _EXAMPLES["dataset_config_name"],
     "dataset_train_split": ours("dataset", suffix="#", at={"train": DEFAULT}),
     "dataset_test_split": missing(
         "of a dataset's splits `validation` or `test` is held out",
         "--eval_dataset with the path of the split's own files",
-        at=all_of("test validation", unneeded("it is held out where the dataset has it")),
+        at={"test validation": "it is held out where the dataset has it"},
     ),
     **renamed(dataset_streaming="streaming"),
-    "ignore_bias_buffers": unneeded("no buffer is sent between devices"),
+    "ignore_bias_buffers": "no buffer is sent between devices",
 }
-MODEL: dict[str, Entry] = {
-    **{name: EXAMPLES[name] for name in ("model_name_or_path", "model_revision", "dtype", "attn_implementation")},
+MODEL: Cells = {
+    **{name: _EXAMPLES[name] for name in ("model_name_or_path", "model_revision", "dtype", "attn_implementation")},
     "use_peft": fills(
         "LoRA with trl's rank, alpha and dropout; all linear layers where no target is named",
         lora_r=16,
@@ -193,35 +193,33 @@ MODEL: dict[str, Entry] = {
     "load_in_8bit": IN_8_BITS,
     "load_in_4bit": IN_4_BITS,
     "bnb_4bit_quant_type": NF4_ALONE,
-    **all_of("use_bnb_nested_quant bnb_4bit_quant_storage", SCALES),
+    "use_bnb_nested_quant bnb_4bit_quant_storage": SCALES,
 }
 
 # earlier releases of trl, its experimental trainers, and the alignment handbook
-OLDER: dict[str, Entry] = {
+OLDER: Cells = {
     **same("chat_template text_column simpo_gamma lmbda temperature"),
     **renamed(max_seq_length="sequence_length", eval_dataset_name="eval_dataset", teacher_model_name_or_path="teacher"),
-    **all_of("max_prompt_length max_target_length max_completion_length", LONG),
+    "max_prompt_length max_target_length max_completion_length": LONG,
     "gradient_checkpointing_use_reentrant": REMAT,
-    **all_of("use_liger use_liger_loss use_unsloth", KERNELS),
-    **all_of("num_proc dataset_batch_size", LOADER),
-    "generate_during_eval": missing("answers are sampled from a file of prompts", "--sample_prompts FILE"),
-    "is_encoder_decoder": missing("models are causal language models", "nothing"),
-    **all_of("label_pad_token_id padding_value", unneeded("it is -100, as everywhere")),
+    "use_liger use_liger_loss use_unsloth": KERNELS,
+    "num_proc dataset_batch_size": LOADER,
+    "generate_during_eval": ("answers are sampled from a file of prompts", "--sample_prompts FILE"),
+    "is_encoder_decoder": ("models are causal language models", "nothing"),
+    "label_pad_token_id padding_value": "it is -100, as everywhere",
     "rpo_alpha": missing(NO_CHOSEN.why, NO_CHOSEN.instead, objective="orpo"),
     "reference_free": NO_LOSS,
-    **all_of(
-        "model_adapter_name ref_adapter_name force_use_ref_model", unneeded("an adapter is compared with its base")
-    ),
-    "base_model_attribute_name": unneeded("the model is found by its class"),
-    "cpo_alpha": missing("there is no CPO here", "--objective simpo or orpo"),
-    "num_of_sequences": unneeded("rows are packed as the data are read"),
-    "chars_per_token": unneeded("tokens are counted"),
+    "model_adapter_name ref_adapter_name force_use_ref_model": "an adapter is compared with its base",
+    "base_model_attribute_name": "the model is found by its class",
+    "cpo_alpha": ("there is no CPO here", "--objective simpo or orpo"),
+    "num_of_sequences": "rows are packed as the data are read",
+    "chars_per_token": "tokens are counted",
     "dataset_mixer": ours("dataset", read=several),
     "dataset_splits": ours("dataset", suffix="#", read=first_to_train_on),
-    "dataset_configs": missing("a dataset's configuration stands behind its name", "--dataset id:configuration"),
-    "auto_insert_empty_system_msg": unneeded("a conversation is rendered as it is"),
-    "clean_up_tokenization_spaces": unneeded("nothing is decoded in training"),
+    "dataset_configs": ("a dataset's configuration stands behind its name", "--dataset id:configuration"),
+    "auto_insert_empty_system_msg": "a conversation is rendered as it is",
+    "clean_up_tokenization_spaces": "nothing is decoded in training",
     "truncation_side": CUT,
     "ref_model": OTHER_REFERENCE,
-    **all_of("reward_model_path sft_model_path", RL),
+    "reward_model_path sft_model_path": RL,
 }
