@@ -98,7 +98,7 @@ def table(cells: Cells) -> dict[str, Entry]:
 
     That is an entry; in words why it is not needed; or why it is not to be had, and what to use.
     """
-    found = {}
+    found: dict[str, Entry] = {}
     for names, cell in cells.items():
         entry = unneeded(cell) if isinstance(cell, str) else missing(*cell) if isinstance(cell, tuple) else cell
         found |= dict.fromkeys(names.split() or [names], entry)
