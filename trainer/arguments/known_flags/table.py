@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwright.arguments.known_flags import (
-    of_axolotl,
-    of_llama_factory,
-    of_peft,
-    of_transformers,
-    of_trl,
-)
+from shardwright.arguments.known_flags import of_axolotl, of_llama_factory, of_peft, of_transformers, of_trl
 from shardwright.arguments.known_flags.entry import OURS, Entry, table
 
 # source, in words → its arguments
