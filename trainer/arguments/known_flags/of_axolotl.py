@@ -41,8 +41,6 @@ from shardwright.arguments.known_flags.of_transformers import (
 )
 from shardwright.arguments.known_flags.of_trl import NO_CHOSEN, OFFLOAD, REFERENCE, RL, SHUFFLED
 
-NO_TOKENS = missing("a model is trained with the tokens that it has", "a tokenizer and a model that have them")
-OWN_TOKENS = unneeded("the tokenizer's own are used")
 PER_EPOCH = "steps are counted here: a share of an epoch is a number of steps"
 TEMPLATE = ours(
     "chat_template",
@@ -75,8 +73,11 @@ ARGUMENTS: Cells = {
     "overrides_of_model_config rope_scaling": NO_CONFIG,
     "hf_use_auth_token": DOWNLOAD,
     "special_tokens": Entry(OURS, read=padding_alone, why="padding is never learned"),
-    "tokens added_tokens_overrides resize_token_embeddings_to_32x": NO_TOKENS,
-    "bos_token eos_token pad_token unk_token eot_tokens fix_untrained_tokens": OWN_TOKENS,
+    "tokens added_tokens_overrides resize_token_embeddings_to_32x": (
+        "a model is trained with the tokens that it has",
+        "a tokenizer and a model that have them",
+    ),
+    "bos_token eos_token pad_token unk_token eot_tokens fix_untrained_tokens": "the tokenizer's own are used",
     # the data
     "datasets": ours("dataset", "several are mixed by their sizes", several),
     "test_datasets": ours("eval_dataset", read=held_out),
@@ -200,7 +201,7 @@ ARGUMENTS: Cells = {
     "float32": sets(bf16=False),
     "fp8": NO_FP8,
     "activation_offloading": OFFLOAD,
-    "gradient_checkpointing": unneeded(REMAT.why, at={"offload": OFFLOAD}),
+    "gradient_checkpointing": unneeded(REMAT, at={"offload": OFFLOAD}),
     "selective_checkpointing layer_offloading": REMAT,
     (
         "flash_attention xformers_attention sdp_attention flex_attention sage_attention eager_attention "

@@ -29,13 +29,13 @@ from shardwright.arguments.known_flags.of_transformers import (
 )
 from shardwright.arguments.known_flags.of_trl import ALIKE, CUT, NO_CHOSEN, OTHER_REFERENCE, REFERENCE, RL
 
-NO_FREEZE = missing("some layers alone are trained by an adapter of them", "--lora_r 16 --layers_to_transform 24:32")
-NO_CONFIG = missing("the model's config says it", "a config.json with it, in the folder of --model")
+NO_FREEZE = ("some layers alone are trained by an adapter of them", "--lora_r 16 --layers_to_transform 24:32")
+NO_CONFIG = ("the model's config says it", "a config.json with it, in the folder of --model")
 AS_IT_IS = "a conversation is rendered as it is"
 NO_SYSTEM = missing(AS_IT_IS, "a first message of the role system in each record")
-BY_COLUMNS = unneeded("records are recognised by their columns")
+BY_COLUMNS = "records are recognised by their columns"
 NO_FP8 = missing("no step computes in FP8", "--bf16 true", bf16=True)
-STOPPED = missing("a callback stops a run", "callbacks=[EarlyStoppingCallback(2)] in Python")
+STOPPED = ("a callback stops a run", "callbacks=[EarlyStoppingCallback(2)] in Python")
 # keys of an entry of dataset_info.json, which a port puts in the place of its name → the names that are read here
 _NAMES = {
     "columns.prompt": "instruction prompt",

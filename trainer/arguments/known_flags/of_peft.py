@@ -2,8 +2,8 @@
 
 from shardwright.arguments.known_flags.entry import Cells, joined, listed, missing, ours, same, unneeded
 
-PLACE = unneeded("the run writes it into the adapter's config itself")
-PLAIN = missing("an adapter is LoRA, DoRA or rsLoRA here", "--lora_r 16, with --use_dora or --use_rslora if wanted")
+PLACE = "the run writes it into the adapter's config itself"
+PLAIN = ("an adapter is LoRA, DoRA or rsLoRA here", "--lora_r 16, with --use_dora or --use_rslora if wanted")
 DATA_STARTS = missing("its factors come from the training data, in a pass before it", "--init_lora_weights pissa")
 PARAMETERS = listed("lora_target", "experts' weights by their names")
 TARGETS = listed("lora_target", at={"none": "all linear layers are adapted"})

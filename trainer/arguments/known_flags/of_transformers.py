@@ -44,28 +44,26 @@ _OPTIMIZERS: Cells = {
 }
 # a file in trainer/optimizers/ may have one of these names
 OPTIMIZERS = {name: entry for name, entry in table(_OPTIMIZERS).items() if name not in optimizers.OPTIMIZERS}
-NO_EPOCH = missing("lines come every so many steps", "--logging_steps N")
-REMAT = unneeded("the recipe says what the backward computes again (--compute remat=full, or none)")
-LAYOUT = unneeded("the recipe lays weights, gradients and optimizer state out over the devices (--recipe, --mesh)")
-COMPILED = unneeded("each step is one program, compiled by XLA")
-KERNELS = unneeded("the recipe chooses the step's kernels (--compute attention=…)")
-LOADER = unneeded("rows are tokenised before training and read from disk; no loader has workers")
-PROCESSES = unneeded("the devices are found by themselves")
-HELD_OUT = unneeded("5 % are held out where the dataset has no held-out split; --eval_dataset names another")
-METRICS = unneeded("metrics are summed on the devices, and no logits leave them")
-DOWNLOAD = unneeded("the hub's client says where files are kept and who may read them (HF_HOME, HF_TOKEN)")
-PUSH = missing(
-    "a run writes to its output folder alone", "`hf upload NAME OUTPUT_DIR/model` afterwards, or push_to_hub()"
-)
-OF_PUSH = unneeded("it says something of push_to_hub alone")
-WANDB = unneeded("trackers are told by their own environment variables")
-NO_CODE = unneeded("models are transformers' own classes; code of a repository is not run")
-COLUMNS = unneeded("the columns say which are read, and what is not read is counted")
+# why an argument is not needed; of a pair, why it is not to be had, and what to use
+REMAT = "the recipe says what the backward computes again (--compute remat=full, or none)"
+LAYOUT = "the recipe lays weights, gradients and optimizer state out over the devices (--recipe, --mesh)"
+COMPILED = "each step is one program, compiled by XLA"
+KERNELS = "the recipe chooses the step's kernels (--compute attention=…)"
+LOADER = "rows are tokenised before training and read from disk; no loader has workers"
+PROCESSES = "the devices are found by themselves"
+HELD_OUT = "5 % are held out where the dataset has no held-out split; --eval_dataset names another"
+METRICS = "metrics are summed on the devices, and no logits leave them"
+DOWNLOAD = "the hub's client says where files are kept and who may read them (HF_HOME, HF_TOKEN)"
+PUSH = ("a run writes to its output folder alone", "`hf upload NAME OUTPUT_DIR/model` afterwards, or push_to_hub()")
+OF_PUSH = "it says something of push_to_hub alone"
+WANDB = "trackers are told by their own environment variables"
+NO_CODE = "models are transformers' own classes; code of a repository is not run"
+COLUMNS = "the columns say which are read, and what is not read is counted"
 FLOAT16 = missing("TPUs compute in bfloat16 or float32", "--bf16 true", bf16=True)
-CACHED = unneeded("a cache of rows is known by what it was made of")
-CPU = unneeded("without a TPU it takes the CPU (PJRT_DEVICE=CPU asks for it)")
-EVALUATED = unneeded("an evaluation takes the micro-batches of the training, or smaller ones")
-OF_LIKE_LENGTH = unneeded(
+CACHED = "a cache of rows is known by what it was made of"
+CPU = "without a TPU it takes the CPU (PJRT_DEVICE=CPU asks for it)"
+EVALUATED = "an evaluation takes the micro-batches of the training, or smaller ones"
+OF_LIKE_LENGTH = (
     "rows of packed samples are all of one length; with --packing false a batch holds samples of like length"
 )
 IN_8_BITS = sets("the frozen base in int8", base_dtype="int8")
@@ -81,7 +79,7 @@ NF4_ALONE = missing(
     at={"nf4": "it is what --base_dtype nf4 means"},
     base_dtype="nf4",
 )
-SCALES = unneeded("NF4 takes 4.5 bits a weight, its scales too")
+SCALES = "NF4 takes 4.5 bits a weight, its scales too"
 DTYPE: Cells = {
     "auto none": "weights are trained in --weight_dtype, and the recipe says what computes",
     "bfloat16 bf16": sets(bf16=True),
@@ -103,7 +101,10 @@ ARGUMENTS: Cells = {
     "save_strategy": ours("save_strategy", at={"false": sets(save_strategy="no")}),
     "logging_strategy": unneeded(
         "lines come every --logging_steps",
-        at={"epoch": NO_EPOCH, "no": ("a run has a log", "--logging_steps N")},
+        at={
+            "epoch": ("lines come every so many steps", "--logging_steps N"),
+            "no": ("a run has a log", "--logging_steps N"),
+        },
     ),
     "average_tokens_across_devices": unneeded(
         "a step's loss is the mean over the tokens of all devices", at={"false": ("it always is", "nothing")}
@@ -153,7 +154,7 @@ ARGUMENTS: Cells = {
     "remove_unused_columns": COLUMNS,
     "label_names": ("a causal language model has one kind of label", "compute_loss_func= in Python"),
     "train_sampling_strategy": unneeded(
-        OF_LIKE_LENGTH.why,
+        OF_LIKE_LENGTH,
         at={
             "random": "the order is drawn anew for each epoch",
             "sequential": ("the order is drawn anew for each epoch", "--seed, which draws the same one again"),

@@ -30,27 +30,23 @@ from shardwright.arguments.known_flags.of_transformers import (
 )
 
 _EXAMPLES = table(EXAMPLES)
-MODEL_KWARGS = missing("a model is built from its config", "--model, --revision, --bf16, --compute attention=…")
-ROUTER = missing("the model's config has the coefficient", "--compute router_loss=true, which adds that loss")
-ROWS = unneeded("rows are packed, or padded to a few fixed lengths, each compiled once")
+ROWS = "rows are packed, or padded to a few fixed lengths, each compiled once"
 OFFLOAD = missing("the recipe says what the backward keeps", "--compute remat=offload", compute="remat=offload")
-REFERENCE = unneeded("what the starting weights say is computed once, before the first step")
+REFERENCE = "what the starting weights say is computed once, before the first step"
 OTHER_REFERENCE = missing("the reference is the starting weights", "--model, which is where the run starts")
 _OF_REFERENCE: Cells = {
     "precompute_ref_log_probs precompute_ref_batch_size": REFERENCE,
     "sync_ref_model": missing(OTHER_REFERENCE.why, "nothing; each run is one reference"),
     "ref_model_mixup_alpha ref_model_sync_steps": "they say something of a moving reference alone",
 }
-ALIKE = missing("each answer's tokens count alike", "--objective simpo, which takes their mean")
-NO_CHOSEN = missing("no likelihood of the chosen answer is added", "--objective orpo")
-NO_LOSS = missing("there is no such loss here", "--loss_type sigmoid, or --objective dpo, ipo, orpo, simpo, kto")
-RL = missing(
+ALIKE = ("each answer's tokens count alike", "--objective simpo, which takes their mean")
+NO_CHOSEN = ("no likelihood of the chosen answer is added", "--objective orpo")
+NO_LOSS = ("there is no such loss here", "--loss_type sigmoid, or --objective dpo, ipo, orpo, simpo, kto")
+RL = (
     "nothing is generated while a run trains: there is no GRPO and no PPO here",
     "--objective dpo or kto on answers ranked before",
 )
-NO_TOKEN = unneeded("padding is never learned")
-LONG = unneeded("samples longer than --sequence_length are cut, counted and said (--overflow)")
-SHUFFLED = unneeded("the order is drawn anew for each epoch")
+SHUFFLED = "the order is drawn anew for each epoch"
 CUT = missing(
     "a sample is cut at one of its ends",
     "--overflow truncate_right or truncate_left",
@@ -61,14 +57,17 @@ CUT = missing(
 )
 
 COMMON: Cells = {
-    "model_init_kwargs": MODEL_KWARGS,
+    "model_init_kwargs": ("a model is built from its config", "--model, --revision, --bf16, --compute attention=…"),
     "trust_remote_code": NO_CODE,
-    "router_aux_loss_coef": ROUTER,
+    "router_aux_loss_coef": (
+        "the model's config has the coefficient",
+        "--compute router_loss=true, which adds that loss",
+    ),
     "dataset_num_proc": LOADER,
     **renamed(max_length="sequence_length", chat_template_path="chat_template"),
     "pad_to_multiple_of": ROWS,
     "activation_offloading": OFFLOAD,
-    "pad_token": NO_TOKEN,
+    "pad_token": "padding is never learned",
     "eos_token": ("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
     "disable_dropout": "dropout is what the model's config says, which is none since Llama",
 }
@@ -200,14 +199,16 @@ MODEL: Cells = {
 OLDER: Cells = {
     **same("chat_template text_column simpo_gamma lmbda temperature"),
     **renamed(max_seq_length="sequence_length", eval_dataset_name="eval_dataset", teacher_model_name_or_path="teacher"),
-    "max_prompt_length max_target_length max_completion_length": LONG,
+    "max_prompt_length max_target_length max_completion_length": unneeded(
+        "samples longer than --sequence_length are cut, counted and said (--overflow)"
+    ),
     "gradient_checkpointing_use_reentrant": REMAT,
     "use_liger use_liger_loss use_unsloth": KERNELS,
     "num_proc dataset_batch_size": LOADER,
     "generate_during_eval": ("answers are sampled from a file of prompts", "--sample_prompts FILE"),
     "is_encoder_decoder": ("models are causal language models", "nothing"),
     "label_pad_token_id padding_value": "it is -100, as everywhere",
-    "rpo_alpha": missing(NO_CHOSEN.why, NO_CHOSEN.instead, objective="orpo"),
+    "rpo_alpha": missing(*NO_CHOSEN, objective="orpo"),
     "reference_free": NO_LOSS,
     "model_adapter_name ref_adapter_name force_use_ref_model": "an adapter is compared with its base",
     "base_model_attribute_name": "the model is found by its class",
