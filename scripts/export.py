@@ -46,6 +46,7 @@ def main() -> None:
 
     from shardwright.checkpoint.read import RunCheckpoint
     from shardwright.files.folder import TEMPORARY, Folder
+    from shardwright.model.adapted_weights import Part
     from shardwright.model.facts import facts_of
     from shardwright.model.peft_config import read_config
     from shardwright.model.trained_rows import rows_needed
@@ -72,7 +73,7 @@ def main() -> None:
     base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
     facts = facts_of(config, saved.arguments.get("train_mtp", False))
     model, whole, names = facts.model, facts.whole, facts.names_in_whole
-    lora = read_config(saved.folder, model, checkpoint=True) if saved.has_adapter else None
+    lora = read_config(saved.folder, Part(model, model), checkpoint=True) if saved.has_adapter else None
     _check_adapter(arguments, lora is not None)
     saved.check_model(facts.adapted(lora), config)
     seed = saved.arguments.get("seed", 0)
@@ -81,7 +82,7 @@ def main() -> None:
     started = means_weights(base, saved.arguments.get("from_scratch", False))
     if started and (facts.is_part or arguments.merge):
         # what was not trained is in no checkpoint of the run
-        rest = hub = open_hub_weights(base, whole, console, seed, rows_needed(lora, model, names))
+        rest = hub = open_hub_weights(base, whole, console, seed, rows_needed(lora, facts.part))
     elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console, seed)
     saved.check_tensors(console)

@@ -286,7 +286,6 @@ class Parts(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"args": transformers.TrainingArguments}, "shardwright.TrainingArguments"),
         ({"model": 5}, "a hub id, a folder"),
         ({"model": LlamaForCausalLM(LlamaConfig(**SIZES)).to("meta")}, "is on meta"),
         ({"model": LlamaForCausalLM(LlamaConfig(**SIZES))}, "without a tokenizer(.|\n)*processing_class="),

@@ -31,7 +31,7 @@ def test_each_method_that_transformers_trainer_calls_is_refused_with_what_to_use
     [
         ("compute_loss", "compute_loss_func="),
         ("get_train_dataloader", "train_dataset="),
-        ("_get_train_sampler", "--shuffle_rows false"),
+        ("_get_train_sampler", "--shuffle_rows 1"),
         ("create_optimizer", "--optim"),
         ("create_scheduler", "--lr_scheduler_type"),
         ("log", "on_log"),

@@ -86,6 +86,12 @@ def a_type(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
+def of_another_kind(name: str, value: object, wanted: str) -> UserError:
+    """The error of an argument ``name`` whose value is none of those ``wanted``, in words."""
+    found = f"a {type(value).__module__}.{type(value).__qualname__}"
+    return UserError(asked=f"{name}={value!r:.80}", found=found, why="it is of another kind", instead=wanted)
+
+
 def command(name: str) -> str:
     """The command ``name`` (``train``, ``plan``, …) as the user of this program would type it."""
     folder, _ = os.path.split(sys.argv[0])

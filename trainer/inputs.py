@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.samples.collator import Collator, collated
-from shardwright.errors import UserError, a_type
+from shardwright.errors import UserError, a_type, of_another_kind
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
@@ -82,9 +82,7 @@ def resolve(
 
     ``options`` are set last, beside those of an adapter.
     """
-    late = dict(options or {})
-    _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
-    options = {}
+    late, options = dict(options or {}), {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
     for name, function in given.items():
         _check_kind(name, function, Callable, "a function")
@@ -110,11 +108,11 @@ def resolve(
         _check_beside_model(found.model, args, found.tokenizer)
     if peft_config is not None:
         if not callable(getattr(peft_config, "to_dict", None)) or getattr(peft_config, "peft_type", None) != "LORA":
-            raise _kind("peft_config", peft_config, "a peft.LoraConfig")
+            raise of_another_kind("peft_config", peft_config, "a peft.LoraConfig")
         written = found.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
         config = found.config or meta_model.load_config(args.model, written)
         facts = facts_of(reward_config(config) if args.entry.scores_texts else config)
-        late |= options_of(peft_config.to_dict(), facts.model, facts.whole, facts.names_in_whole)
+        late |= options_of(peft_config.to_dict(), facts.part)
     return replace(args, **late) if late else args, found
 
 
@@ -202,7 +200,7 @@ def named_sets(what: str, asked: Any) -> dict[str, Any]:
                 instead=f"{what}={{'chat': …, 'code': …}}",
             )
     if not sets:
-        raise _kind(what, asked, "at least one set")
+        raise of_another_kind(what, asked, "at least one set")
     return {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in sets.items()}
 
 
@@ -234,9 +232,4 @@ def _described(records: Records) -> str:
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kind):
-        raise _kind(name, value, wanted)
-
-
-def _kind(name: str, value: Any, wanted: str) -> UserError:
-    found = f"a {type(value).__module__}.{type(value).__qualname__}"
-    return UserError(asked=f"{name}={value!r:.80}", found=found, why="it is of another kind", instead=wanted)
+        raise of_another_kind(name, value, wanted)

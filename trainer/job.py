@@ -116,8 +116,7 @@ class Job:
     @property
     def rows_needed(self) -> dict[str, int]:
         """The rows of the whole's embeddings that the base must have, where the adapter has others."""
-        given = self.lora if self.args.adapter is not None else None
-        return rows_needed(given, self.model, self.facts.names_in_whole)
+        return rows_needed(self.lora if self.args.adapter is not None else None, self.facts.part)
 
     @property
     def adapted(self) -> PreTrainedModel:

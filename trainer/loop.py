@@ -15,7 +15,6 @@ from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint import host_state, lineage, output_folder, staging, write
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.trained_model import TrainedModel
-from shardwright.checkpoint.write import SaveResult
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -160,7 +159,10 @@ class TrainingLoop:
                 self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
         watched = hosts().watchdog.over(self.args.hang_timeout, self.watch.clock)
         with self.lock, self.checkpoints, self.stop.listen(), watched:
-            self._take_over_the_folder()
+            self._write_texts()
+            if aside := self.checkpoints.begin(self.resume):
+                say(self.console, messages.set_aside(aside, self.folder))
+            self.watch.update()
             self._refer()
             try:
                 self._loop()
@@ -214,8 +216,7 @@ class TrainingLoop:
     def _event(self, name: str, state: TrainerState | None = None, **more: Any) -> None:
         """Tell the callbacks of an event, and take the control they return. The watchdog counts it as progress."""
         hosts().watchdog.moved(self.state.global_step)
-        args: Any = self.args  # not transformers' class, but with the fields that callbacks read
-        self.control = getattr(self.callbacks, name)(args, state or self.state, self.control, **more)
+        self.control = getattr(self.callbacks, name)(self.args, state or self.state, self.control, **more)
 
     def _loop(self) -> None:
         if self.resume is not None:
@@ -242,14 +243,17 @@ class TrainingLoop:
     def _evaluate_first(self) -> None:
         # A resumed run evaluates only where a signal cut short the evaluation that was due before the save. So it has
         # the losses and the best weights of a run that was never stopped.
-        state = self.state
         if self.resume is None:
             if self.args.eval_on_start:
                 self._evaluate_and_log()
-        elif states.lacks_evaluation(state, self.args, self.evaluator.last_loss):
+        elif states.lacks_evaluation(self.state, self.args, self.evaluator.last_loss):
             self._evaluate_for_best()
-            if state.best_global_step == state.global_step:
-                state.best_model_checkpoint = lineage.noted(self.resume.folder, self.folder)
+            self._note_if_best(self.resume.folder)
+
+    def _note_if_best(self, checkpoint: Folder) -> None:
+        """Note the ``checkpoint`` of this step as the best, if the step's weights are."""
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = lineage.noted(checkpoint, self.folder)
 
     def _run_epoch(self) -> None:
         """Step until the data's epoch ends, or a callback or a signal ends it or the run."""
@@ -328,8 +332,7 @@ class TrainingLoop:
         metrics = self.train_step.read_metrics(and_begin_anew=False)
         messages.check_good(metrics, self.state, self.args)  # a state after a bad step must not pass for a good one
         state, step = self.state, self.state.global_step
-        if state.best_global_step == step:
-            state.best_model_checkpoint = lineage.noted(lineage.folder_of(self.folder, step), self.folder)
+        self._note_if_best(lineage.folder_of(self.folder, step))
         data, read = self.batches.state_dict(), self.train_step.metrics_read
         host = host_state.host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
         host["untrained"] = len(self.trained.published.untrained) if self.trained.published else 0
@@ -348,17 +351,11 @@ class TrainingLoop:
             ended = self.checkpoints.wait(must_arrive=False)
         self._tell_saved(ended)
 
-    def _tell_saved(self, ended: SaveResult | None) -> None:
+    def _tell_saved(self, ended: write.SaveResult | None) -> None:
         """Log a write that has ended, and tell of each save whose checkpoint is whole in the output folder by now."""
         self.log.saved(ended)
         for step in [step for step in self._untold if self.checkpoints.has_arrived(step)]:
             self._event("on_save", self._untold.pop(step))
-
-    def _take_over_the_folder(self) -> None:
-        self._write_texts()
-        if aside := self.checkpoints.begin(self.resume):
-            say(self.console, messages.set_aside(aside, self.folder))
-        self.watch.update()
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""

@@ -126,16 +126,17 @@ class Start:
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
         say(console, f"weights: {self.weights_said(resume)}")
-        if isinstance(self.source, HubWeights) and (formats := self.source.said):
-            say(console, f"         {formats}")
-        if isinstance(self.source, HubWeights) and (names := self.source.untrained):
+        hub = self.source if isinstance(self.source, HubWeights) else None
+        if hub is not None and hub.said:
+            say(console, f"         {hub.said}")
+        if hub is not None and (names := hub.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
             if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):
                 say(console, f"warning: {stale}")
         corpus = hosts().together(lambda: _load_data(self, console))
         corpus = taught(corpus, self.job, self.teacher, console)  # before the student needs the devices' memory
         reading_took = time.perf_counter() - started
-        with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
+        with contextlib.nullcontext() if hub is None else reading(hub, console):
             loop = TrainingLoop(
                 self.job,
                 corpus,

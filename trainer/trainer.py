@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from shardwright.arguments.from_theirs import arguments_like, is_theirs
+from shardwright.arguments.from_theirs import arguments_like, class_of
 from shardwright.arguments.schedule import Schedule
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.output_folder import find_output
@@ -42,18 +42,13 @@ from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
 from shardwright.upstream.absent_names import in_place_of, no_attribute, no_keyword
-from shardwright.upstream.constructor_arguments import check_unused, formatted, not_arguments, translated, with_longest
+from shardwright.upstream.constructor_arguments import check_unused, formatted, translated, with_longest
 from shardwright.upstream.outputs import Outputs, hub_options, shown
 from shardwright.upstream.processes import keep_devices_free
 
 # transformers' methods that nothing but a user's program calls, here as there
 _CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
-# what is given, and can be asked for, beside callbacks and the console
-_GIVEN = (
-    *("model", "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init"),
-    *("compute_loss_func", "compute_metrics", "optimizers", "optimizer_cls_and_kwargs"),
-    *("preprocess_logits_for_metrics", "recipe", "peft_config", "formatting_func", "quantization_config", "tokenizer"),
-)
+_KEPT = ("args", "callbacks", "console")  # what is not resolved when a trainer is made
 keep_devices_free()  # before a program makes transformers' TrainingArguments
 
 
@@ -118,13 +113,13 @@ class Trainer(Outputs):
         console: Console | None = None,
         **others: Any,
     ) -> None:
-        asked = {name: value for name, value in locals().items() if name in _GIVEN}
+        asked = {name: value for name, value in locals().items() if name not in ("self", "others", *_KEPT)}
         for name in others:
-            raise no_keyword(name, [*_GIVEN, "callbacks", "console"], [each.name for each in fields(TrainingArguments)])
+            raise no_keyword(name, [*asked, *_KEPT], [each.name for each in fields(TrainingArguments)])
         self.hub_model_id, self._hub = hub_options(args)
         taken, given = translated(self._arguments(args), asked)
         self.args, self._given = resolve(taken, **given)
-        if is_theirs(args) and not hasattr(args, "max_length"):
+        if class_of(args) is not None and not hasattr(args, "max_length"):
             self.args = with_longest(self.args, self._given.train)
         self._asked = asked
         self.console, self._callbacks = console or Terminal(), list(callbacks or ())
@@ -133,9 +128,9 @@ class Trainer(Outputs):
 
     def _arguments(self, args: Any) -> TrainingArguments:
         """The run's arguments, of the objective that a trainer of trl's name stands for."""
-        if args is not None and not isinstance(args, TrainingArguments) and not is_theirs(args):
-            raise not_arguments(args)
-        made = TrainingArguments() if args is None else arguments_like(args) if is_theirs(args) else args
+        made = TrainingArguments() if args is None else args
+        if not isinstance(made, TrainingArguments):
+            made = arguments_like(made)
         named = made.objective != DEFAULT or self.objective_name == DEFAULT
         return made if named else replace(made, objective=self.objective_name)
 
@@ -160,7 +155,7 @@ class Trainer(Outputs):
             return asked[name]
         if hasattr(type(self), name):  # a property that failed with an AttributeError, which says what failed
             return object.__getattribute__(self, name)
-        raise no_attribute(name, [*dir(self), *_GIVEN])
+        raise no_attribute(name, [*dir(self), *asked])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("args", "console") and name in inspect.signature(Trainer).parameters:

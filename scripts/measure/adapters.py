@@ -186,7 +186,7 @@ def measured(family: str, fields: Fields) -> tuple[float, float, float]:
         _saved_by_peft(Path(one), facts, weights, fields)
         before = _logits(model_of(facts, weights))
         theirs = _logits(PeftModel.from_pretrained(model_of(facts, weights), one))
-        lora = read_config(Folder(one), model, facts.whole, names)
+        lora = read_config(Folder(one), facts.part)
         opened = open_adapter(Folder(one), lora, model, names, facts.whole)
         begun = seeded_factors(facts.adapted(lora), lora, 0, base)
         factors: Source = lambda name: (begun if name.endswith((A0, B0)) else opened)(name)  # noqa: E731

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.arguments.command_line import Parser, options_parser, parse
+from shardwright.arguments.known_flags.flag_words import words_of
 from shardwright.arguments.option_values import kind_of
-from shardwright.arguments.run_file import dumped, read_options, run_file, with_files, words_of
+from shardwright.arguments.run_file import dumped, read_options, run_file, with_files
 from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
 from shardwright.hosts.restarts import asked_limit

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
+from shardwright.model.adapted_weights import Part
 from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import lora_of
 from shardwright.model.peft_config import (
@@ -130,7 +131,7 @@ def test_a_field_that_a_newer_peft_has_is_in_the_table_and_is_tried():
 @pytest.mark.parametrize(("key", "value"), CASES)
 def test_a_new_adapter_has_pefts_own_factors_or_is_refused_by_the_field(plain, key, value):
     fields_of = LoraConfig(**PLAIN_ONE).to_dict() | BESIDE.get(key, {}) | {key: value}
-    options, refused = tried(lambda: options_of(fields_of, plain))
+    options, refused = tried(lambda: options_of(fields_of, Part(plain, plain)))
     if refused:
         assert ("target" if key.startswith("target_") else key) in refused
         return
@@ -155,7 +156,7 @@ def test_an_adapter_that_peft_saved_is_what_peft_makes_of_it_or_is_refused_by_th
         config = LoraConfig(**PLAIN_ONE | BESIDE.get(key, {}) | given)
         model = get_peft_model(copy_of(plain), config)
     except Exception:  # then PEFT saves no such adapter
-        assert tried(lambda: options_of(LoraConfig(**PLAIN_ONE).to_dict() | {key: value}, plain))[1]
+        assert tried(lambda: options_of(LoraConfig(**PLAIN_ONE).to_dict() | {key: value}, Part(plain, plain)))[1]
         return
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     torch.manual_seed(1)
@@ -164,7 +165,7 @@ def test_an_adapter_that_peft_saved_is_what_peft_makes_of_it_or_is_refused_by_th
     if key not in READ or key == "peft_type":
         (tmp_path / CONFIG).write_text(json.dumps(saved | {key: value}))
     folder = Folder(str(tmp_path))
-    lora, refused = tried(lambda: read_config(folder, plain))
+    lora, refused = tried(lambda: read_config(folder, Part(plain, plain)))
     if refused:
         assert key in refused or "rank_pattern" in refused  # so PEFT saves experts that transformers 4 had apart
         return
@@ -181,7 +182,7 @@ def test_an_adapter_that_peft_saved_is_what_peft_makes_of_it_or_is_refused_by_th
 def test_a_field_of_a_newer_peft_is_refused_unless_it_says_that_it_is_not_used(plain, tmp_path: Path, value, fits):
     (tmp_path / CONFIG).write_text(json.dumps(LoraConfig(**PLAIN_ONE).to_dict() | {"use_next": value}, default=list))
     if fits:
-        assert read_config(Folder(str(tmp_path)), plain).r == 2
+        assert read_config(Folder(str(tmp_path)), Part(plain, plain)).r == 2
         return
     with pytest.raises(UserError, match="use_next="):
-        read_config(Folder(str(tmp_path)), plain)
+        read_config(Folder(str(tmp_path)), Part(plain, plain))

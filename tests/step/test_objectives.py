@@ -62,7 +62,7 @@ print(json.dumps([graphs_of(loop.job), loop.state.log_history, loop.watch.unigra
 
 def test_what_objective_offers_is_what_lies_in_the_folder() -> None:
     files = {path.stem for path in (ROOT / "trainer" / "objectives").glob("*.py")}
-    assert files - {"__init__", "objective", "pairs", "dpo_losses"} == set(objectives.OBJECTIVES)
+    assert files - {"__init__", "objective", "segment_objective", "pairs", "dpo_losses"} == set(objectives.OBJECTIVES)
     with pytest.raises(UserError, match="one of distill, dpo, ipo, kto, orpo, reward, sft, simpo"):
         TrainingArguments("any", objective="rlhf")
 

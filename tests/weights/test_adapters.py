@@ -101,7 +101,7 @@ def test_what_was_saved_is_read_back_bit_for_bit_and_a_change_is_seen(trained, t
     adapted, factors, _, _ = trained
     job, folder, files = adapted.job, Folder(str(tmp_path)), files_of(adapted.job)
     save_adapter(folder, files, factors, None, Console(quiet=True))
-    assert read_config(folder, job.model) == job.lora
+    assert read_config(folder, job.facts.part) == job.lora
     found = open_adapter(folder, job.lora, job.model, {})
     for name, shape in adapted.shapes.items():
         assert torch.equal(found(name), factors(name)[tuple(slice(0, size) for size in shape)]), name

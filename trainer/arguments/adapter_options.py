@@ -2,9 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from shardwright.arguments.option_values import Checked, option
+from shardwright.arguments.option_values import Checked, check_choice, option
 from shardwright.errors import UserError
 
 SAME = "same"  # packed as the checkpoint is published
@@ -14,21 +13,19 @@ BASE_DTYPES = ["float32", "bfloat16", *PACKED, SAME]
 INITS = ["true", "gaussian", "pissa", "olora"]
 # which changes A's start alone, so that PEFT can make it and a run go on from it
 EVA = "initialize_lora_eva_weights(model, batches), then save_pretrained(folder)"
-# the defaults of an adapter's options
-_UNSAID: dict[str, Any] = {
-    **dict.fromkeys(("lora_alpha", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform")),
-    "lora_target": "all-linear",
-    "use_rslora": False,
-    "lora_dropout": 0.0,
-    "use_dora": False,
-    "init_lora_weights": "true",
-    "modules_to_save": None,
-    "trainable_token_indices": None,
-}
+# what a new adapter is, and one in a folder says itself
+_OF_NEW = (
+    *("lora_alpha", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform", "lora_target"),
+    *("use_rslora", "lora_dropout", "use_dora", "init_lora_weights", "modules_to_save", "trainable_token_indices"),
+)
 _NITER = re.compile(r"pissa_niter_[1-9]\d?")
-_PATTERN = {"rank_pattern": r"[^=,]+=[1-9]\d{0,5}", "alpha_pattern": r"[^=,]+=\d{1,9}(\.\d+)?"}
-_LAYERS = re.compile(r"\d{1,5}(:\d{1,5})?")
-_TOKENS = re.compile(r"([^=,]+=)?\d{1,8}(:\d{1,8})?")
+# option → the form of each of its words, what others are, and an example
+_FORMS = {
+    "rank_pattern": (r"[^=,]+=[1-9]\d{0,5}", "no NAME=NUMBER", "q_proj=8"),
+    "alpha_pattern": (r"[^=,]+=\d{1,9}(\.\d+)?", "no NAME=NUMBER", "q_proj=8"),
+    "layers_to_transform": (r"\d{1,5}(:\d{1,5})?", "no numbers of layers", "0,8:16"),
+    "trainable_token_indices": (r"([^=,]+=)?\d{1,8}(:\d{1,8})?", "no numbers of tokens", "5,9:12"),
+}
 
 
 @dataclass
@@ -86,25 +83,18 @@ class AdapterArguments(Checked):
 
     def check_adapter(self) -> None:
         self.check_path("adapter")
-        self.choose("base_dtype")
         self.at_least(1, "it is the rank of two factors", "lora_r", instead=16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
-        self.choose("adapter_format")
         self.check("lora_dropout", 0 <= self.lora_dropout < 1, "it is a probability", 0.05)
         why, start = "its factors come from the training data, in a pass before it", self.init_lora_weights
         self.check("init_lora_weights", start != "eva", why, f"pissa; or --adapter with a folder of PEFT's: {EVA}")
         self.check("init_lora_weights", start not in ("corda", "lora_ga"), why, "pissa")
-        if not _NITER.fullmatch(self.init_lora_weights):
-            self.choose("init_lora_weights", INITS)
-        for name, known in _PATTERN.items():
-            words = (getattr(self, name) or "x=1").split(",")
-            self.check(name, all(re.fullmatch(known, word.strip()) for word in words), "no NAME=NUMBER", "q_proj=8")
-        layers = (self.layers_to_transform or "0").split(",")
-        good = all(_LAYERS.fullmatch(word.strip()) for word in layers)
-        self.check("layers_to_transform", good, "no numbers of layers", "0,8:16")
-        tokens = (self.trainable_token_indices or "0").split(",")
-        good = all(_TOKENS.fullmatch(word.strip()) for word in tokens)
-        self.check("trainable_token_indices", good, "no numbers of tokens", "5,9:12")
+        if not _NITER.fullmatch(start):
+            check_choice("init_lora_weights", start, INITS)
+        for name, (form, other, example) in _FORMS.items():
+            text = getattr(self, name)
+            good = text is None or all(re.fullmatch(form, word.strip()) for word in text.split(","))
+            self.check(name, good, other, example)
         if self.base_dtype != "bfloat16" and not self.has_adapter:
             raise UserError(
                 asked=f"--base_dtype {self.base_dtype}",
@@ -112,7 +102,7 @@ class AdapterArguments(Checked):
                 why="without an adapter all weights are trained, and lie in --weight_dtype",
                 instead=f"--lora_r 16 --base_dtype {self.base_dtype}, or no --base_dtype",
             )
-        said = [name for name, default in _UNSAID.items() if getattr(self, name) != default]
+        said = [name for name in _OF_NEW if getattr(self, name) != getattr(AdapterArguments, name)]
         if self.adapter is not None and self.lora_r is not None:
             said = ["lora_r", *said]
         if said and (self.lora_r is None or self.adapter is not None):

@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, refused: Sequence[Outcome]) -> NoReturn:
         """Ends the command with a line for each argument that is refused."""
-        lines = refusal(refused, self._known)
+        lines = [refusal(each, self._known) for each in refused]
         if len(refused) > 1:
             each = "".join(f"\n  {line.rstrip(';')}" for line in lines)
             text = f"{len(refused)} options that this command can't take:{each}\n--help lists those that it can"

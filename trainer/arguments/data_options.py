@@ -95,9 +95,6 @@ class DataArguments(Checked):
         self.at_least(1, "a window of a stream holds a row at least", "shuffle_rows", instead=2048)
         self.at_least(2, "a row needs a token and its target", "sequence_length", instead=256)
         self.at_least(1, "nothing would be left to train on", "max_samples", instead=1000)
-        self.choose("overflow")
-        self.choose("train_on")
-        self.choose("on_bad_row")
         names = _SET.findall(self.eval_dataset or "") if "" not in self.eval_sets else []
         if len(set(names)) < len(names) or not all(self.eval_sets.values()):
             raise UserError(

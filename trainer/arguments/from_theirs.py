@@ -8,7 +8,7 @@ from shardwright.arguments.known_flags.from_python import options_of
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import translated
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import of_another_kind
 
 # their class → the arguments that it has, as the table names them, and the objective that it trains
 _CLASSES: dict[str, tuple[str, str | None]] = {
@@ -23,12 +23,8 @@ _CLASSES: dict[str, tuple[str, str | None]] = {
 _DECIDES = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "warmup_steps", "max_length", "packing")
 
 
-def is_theirs(args: Any) -> bool:
-    """Whether ``args`` are transformers' TrainingArguments, or a subclass such as trl's SFTConfig."""
-    return _class_of(args) is not None
-
-
-def _class_of(args: Any) -> str | None:
+def class_of(args: Any) -> str | None:
+    """The class of transformers' or trl's arguments that ``args`` are, or a subclass of; None: they are none."""
     if isinstance(args, TrainingArguments) or not is_dataclass(args):
         return None
     made: Any = type(args)
@@ -45,14 +41,10 @@ def arguments_like(args: Any, **more: Any) -> TrainingArguments:
     Raises:
         UserError: ``args`` are of another kind, or have fields that can't be had here: all of them are named.
     """
-    name = _class_of(args)
+    name = class_of(args)
     if name is None:
-        raise UserError(
-            asked=f"args={args!r:.80}",
-            found=f"a {type(args).__module__}.{type(args).__qualname__}",
-            why="it is of another kind",
-            instead="shardwright.TrainingArguments(…), transformers' TrainingArguments or one of trl's",
-        )
+        wanted = "shardwright.TrainingArguments(…), transformers' TrainingArguments or one of trl's"
+        raise of_another_kind("args", args, wanted)
     program, objective = _CLASSES[name]
     plain = _plain(args)
     given = {

@@ -60,8 +60,6 @@ class ModelArguments(Checked):
         self._take_revision()
         self.check_path("recipe", "model", "tokenizer")
         self.at_least(0, "it can't be negative", "seed")
-        for name in ("weight_dtype", "optimizer_dtype"):
-            self.choose(name)
 
     def _take_revision(self) -> None:
         """Puts ``revision`` into ``model``, which names the weights in all that follows; UserError if it has none."""

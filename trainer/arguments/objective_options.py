@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwright.arguments.option_values import Checked, option
-from shardwright.errors import UserError, did_you_mean
+from shardwright.arguments.option_values import Checked, check_choice, option
+from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.objective import Choice, Number, Objective
 
@@ -49,7 +49,7 @@ def _field(name: str, options: list[Number | Choice]) -> tuple[str, Any, Any]:
 class ObjectiveChoice(Checked):
     """The objective, under trl's names."""
 
-    objective: str = option(DEFAULT, _help(), choices=list(OBJECTIVES))
+    objective: str = option(DEFAULT, _help(), choices=OBJECTIVES)
     train_mtp: bool = option(
         False,
         "Train the MTP layers too, which guess further tokens (DeepSeek-V3, GLM-4.5, Qwen3-Next); their loss is added. "
@@ -73,7 +73,6 @@ class ObjectiveChoice(Checked):
         return OBJECTIVES[self.objective]
 
     def check_objective(self) -> None:
-        self.choose("objective", list(OBJECTIVES))
         self.check("mtp_loss_weight", self.mtp_loss_weight > 0, "it is a weight", MTP_WEIGHT)
         if self.mtp_loss_weight != MTP_WEIGHT and not self.train_mtp:
             raise UserError(
@@ -90,7 +89,8 @@ class ObjectiveChoice(Checked):
         for name, options in _OWN.items():
             value, own = getattr(self, name), self.entry.options.get(name)
             if isinstance(own, Choice):
-                self._check_words(name, own)
+                for word in own.read(value) if own.known else ():
+                    check_choice(name, word, own.known, f"--objective {self.objective}")
             elif own is not None:
                 value = own.default if value is None else value
                 setattr(self, name, value)
@@ -103,17 +103,6 @@ class ObjectiveChoice(Checked):
     def _beside(self, asked: str, why: str, name: str, others: Sequence[str]) -> UserError:
         instead = f"no --{name}" + "".join(f", or --objective {other}" for other in others)
         return UserError(asked=asked, found=f"--objective {self.objective}", why=why, instead=instead)
-
-    def _check_words(self, name: str, choice: Choice) -> None:
-        known, value = choice.known, getattr(self, name)
-        if unknown := [word for word in choice.read(value) if known and word not in known]:
-            raise UserError(
-                asked=f"--{name} {value}",
-                found=f"{unknown[0]!r} is none of the known ones",
-                why=f"{name} of --objective {self.objective} is {'some' if choice.several else 'one'} of a fixed list",
-                instead=f"{did_you_mean(unknown[0], known)}--{name} with "
-                f"{'some' if choice.several else 'one'} of {', '.join(known)}",
-            )
 
     def check_beside(self, **given: object) -> None:
         """Refuse an option of ``given`` (name → value) that is set, not None or False, if the objective bars it."""

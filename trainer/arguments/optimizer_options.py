@@ -42,7 +42,7 @@ class OptimizerArguments(Checked):
         "adamw",
         "What updates the weights. "
         f"It is: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
-        choices=list(OPTIMIZERS),
+        choices=OPTIMIZERS,  # a program may add one
     )
     optim_args: str | None = option(
         None,
@@ -55,7 +55,6 @@ class OptimizerArguments(Checked):
     adam_epsilon: float = _adamw("adam_epsilon")
 
     def check_optimizer(self) -> None:
-        self.choose("optim", list(OPTIMIZERS))  # a test, or a program, may have added one
         self.at_least(0, "it can't be negative", "weight_decay")
         entry = OPTIMIZERS[self.optim]
         for name, number in _OF_ADAMW.items():

@@ -1,7 +1,7 @@
 """Option fields: their kinds of values, and checks that refuse an invalid value by the option's name."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import field, fields
 from numbers import Integral, Real
 from types import NoneType
@@ -16,10 +16,10 @@ FALSE_WORDS = {"no", "false", "f", "n", "0"}
 _MOST = 2**32 - 1  # for any whole number: the largest seed that every library takes
 
 
-def option(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
+def option(default: Any, help: str, choices: Collection[str] = ()) -> Any:
     """A field of a dataclass of options, with its text in ``--help``, and the words it is one of, if it is."""
     # no other keys: transformers' HfArgumentParser hands them all to argparse
-    return field(default=default, metadata={"help": help, **({"choices": tuple(choices)} if choices else {})})
+    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
 
 
 def kind_of(hint: Any) -> tuple[type, bool]:
@@ -29,7 +29,7 @@ def kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def check_values(arguments: Any) -> None:
-    """Make numbers Python's own and paths ``str``; UserError for a value that does not fit its annotation."""
+    """Make numbers Python's own and paths ``str``; UserError for one that fits not its annotation or its choices."""
     hints = get_type_hints(type(arguments))
     for each in (each for each in fields(arguments) if each.metadata):  # only options have a help
         name, value = each.name, getattr(arguments, each.name)
@@ -37,7 +37,7 @@ def check_values(arguments: Any) -> None:
         if dict in get_args(hints[name]) or value is each.default or (value is None and optional):
             continue
         try:
-            setattr(arguments, name, _read(kind, value))
+            setattr(arguments, name, read := _read(kind, value))
         except (TypeError, ValueError) as error:
             *_, needed, example = _KINDS[kind]
             raise UserError(
@@ -46,6 +46,19 @@ def check_values(arguments: Any) -> None:
                 why="a run can't be made of it",
                 instead=f"--{name} {_meant(kind, value, each.default, example)}",
             ) from error
+        if known := each.metadata.get("choices"):
+            check_choice(name, read, known)
+
+
+def check_choice(name: str, value: Any, known: Collection[str], of: str = "") -> None:
+    """Refuse a ``value`` of the option ``name`` that is not in ``known``; ``of``: beside which other option it is."""
+    if value not in known:
+        raise UserError(
+            asked=f"--{name} {value}",
+            found=f"{value!r} is none of the known ones",
+            why=f"{name}{of and f' of {of}'} is one of a fixed list",
+            instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
+        )
 
 
 # kind → the types that it is read from, the bounds of its values in words, the kind in words, an example
@@ -116,15 +129,3 @@ class Checked:
                     why="what lies there can't be seen",
                     instead="a path that this user can open, or a hub id",
                 ) from error
-
-    def choose(self, name: str, known: Sequence[str] = ()) -> None:
-        """Refuse a value of the option ``name`` that is not in ``known``, or among the option's own choices."""
-        value, options = getattr(self, name), {each.name: each for each in fields(self)}  # type: ignore[arg-type]
-        known = known or options[name].metadata.get("choices", ())
-        if value not in known:
-            raise UserError(
-                asked=f"--{name} {value}",
-                found=f"{value!r} is none of the known ones",
-                why=f"{name} is one of a fixed list",
-                instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
-            )

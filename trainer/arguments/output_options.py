@@ -124,8 +124,6 @@ class OutputArguments(Checked):
         self.check_path("output_dir", "resume_from_checkpoint", "staging_dir", "sample_prompts")
         self.at_least(1, "it is a distance between two steps", "logging_steps", "eval_steps", "save_steps")
         self.at_least(0, "it can't be negative", "max_eval_rows", "hang_timeout")
-        self.choose("eval_strategy")
-        self.choose("save_strategy")
         if self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
         self.at_least(1, "the newest checkpoint is always kept", "save_total_limit")
@@ -134,7 +132,6 @@ class OutputArguments(Checked):
         self.at_least(0, "it divides logits", "sample_temperature", instead=1.0)
         self.check("sample_top_p", 0 < self.sample_top_p <= 1, "it is a share", 0.9)
         self.at_least(0, "it counts restarts", "max_restarts", instead=3)
-        self.choose("on_spike")
         self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)
         fits = 4 <= self.spike_window <= 4096
         self.check("spike_window", fits, "a median needs a few steps, and each is kept on the device", 128)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from shardwright.arguments.known_flags.flag_words import text_of
+from shardwright.arguments.known_flags.flag_words import words_of
 from shardwright.errors import UserError, a_type, fault, nearest_beside
 
 RUN_FILE = "run.yaml"
@@ -122,11 +122,6 @@ def with_files(words: Sequence[str], known: Mapping[str, bool] | None = None) ->
     return [*made, *rest]
 
 
-def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line."""
-    return [f"--{name}={text_of(name, value)}" for name, value in options.items()]
-
-
 def run_file(arguments: Any) -> str:
     """The `run.yaml` of a run with ``arguments``: all options, those that are not the default first.
 
@@ -135,8 +130,8 @@ def run_file(arguments: Any) -> str:
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
     given = {name: value for name, value in values.items() if value != defaults[name]}
     others = {name: value for name, value in values.items() if name not in given}
-    parts = [f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n", *map(dumped, [given])]
-    return "".join([*parts, "\n# As is the default:\n", dumped(others)])
+    head = f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n"
+    return f"{head}{dumped(given)}\n# As is the default:\n{dumped(others)}"
 
 
 def dumped(options: Mapping[str, Any]) -> str:

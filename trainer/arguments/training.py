@@ -115,7 +115,6 @@ class TrainingArguments(
         self.at_least(0, "it can't be negative", *routers, "warmup_steps", "max_grad_norm")
         self.check_optimizer()
         self.check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        self.choose("router_balance")
         self._read_schedule()
         self.check_output()
         self._read_length()
@@ -163,7 +162,6 @@ class TrainingArguments(
             self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", part)
 
     def _read_schedule(self) -> None:
-        self.choose("lr_scheduler_type")
         options = self.lr_scheduler_kwargs
         try:
             self.lr_scheduler_kwargs = json.loads(options) if isinstance(options, str) else options

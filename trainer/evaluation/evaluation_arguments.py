@@ -22,11 +22,16 @@ class EvaluationArguments(Checked):
     compute: str | None = option(None, "As scripts/train.py --compute.")
     adapter: str | None = option(None, "A LoRA adapter on top of --model, as PEFT saves one: its folder.")
     tokenizer: str | None = option(None, "Hub id or folder of a tokenizer. Default: the one with --model.")
-    weight_dtype: str = option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
+    weight_dtype: str = option(
+        "float32",
+        "What weights are stored in: float32, or bfloat16 at half the memory.",
+        choices=("float32", "bfloat16"),
+    )
     base_dtype: str | None = option(
         None,
         "What the weights under an adapter are stored in, as scripts/train.py --base_dtype. Default: bfloat16 or "
         "float32, as --weight_dtype.",
+        choices=BASE_DTYPES,
     )
     num_fewshot: int | None = option(None, "Examples before each question. Default: as the task says.")
     limit: float | None = option(None, "Only the first so many examples of each task; below 1 their share.")
@@ -42,9 +47,6 @@ class EvaluationArguments(Checked):
         check_values(self)
         for name in ("model", "adapter", "tokenizer", "include_path", "output_path"):
             self.check_path(name)
-        self.choose("weight_dtype", ["float32", "bfloat16"])
-        if self.base_dtype is not None:
-            self.choose("base_dtype", BASE_DTYPES)
         self.check("num_fewshot", self.num_fewshot is None or self.num_fewshot >= 0, "it counts examples", 5)
         self.check("limit", self.limit is None or self.limit > 0, "nothing would be measured", 100)
         self.check(

@@ -1,6 +1,7 @@
 """The entries that lie in a folder, a file each: the optimizers, the objectives.
 
-A command line's choices and help are made of them, before torch is imported: they name its ``Tensor`` from here.
+A command line's choices and help are made of them, before torch is imported: they take it, and its ``Tensor``, from
+here.
 """
 
 import importlib
@@ -8,10 +9,22 @@ import pkgutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+
+class LateModule:
+    """A module that is imported once something of it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 else:
-    Tensor = object
+    torch, Tensor = LateModule("torch"), object
 
 
 def folder_entries(package: str, path: Iterable[str]) -> dict[str, Any]:

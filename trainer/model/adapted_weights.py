@@ -3,6 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,21 +18,40 @@ ALL = "all-linear"
 _SPECIAL = frozenset("\\*+?()[]{}|^$")  # characters that no name has, of a regular expression
 
 
+@dataclass(frozen=True)
+class Part:
+    """The model that is trained, and the whole whose names PEFT knows: the same, unless it is a multimodal's text part.
+
+    Args:
+        names: the model's names → the whole's, where they differ.
+    """
+
+    model: PreTrainedModel
+    whole: PreTrainedModel
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def full(self, name: str) -> str:
+        """The whole's name of the model's ``name``."""
+        return self.names.get(name, name)
+
+    @cached_property
+    def own(self) -> dict[str, str]:
+        """The whole's name of each of the model's parameters → the model's."""
+        return {self.full(name): name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+
+
 def adapted_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Name → shape of the weights that can be adapted: [out, in], or [experts, out, in]."""
     return adaptable(model, experts_modules(model))
 
 
-def targets_of(asked: str, model: PreTrainedModel, names: Mapping[str, str]) -> list[str]:
-    """The names of the weights that ``--lora_target`` means; ``names`` are the model's → those of the whole.
-
-    Raises UserError for a word that means none of them.
-    """
-    known = adapted_shapes(model)
+def targets_of(asked: str, part: Part) -> list[str]:
+    """The names of the weights that ``--lora_target`` means; UserError for a word that means none of them."""
+    model, known = part.model, adapted_shapes(part.model)
     if asked == ALL:
         picked = {ALL: inner_weights(model)}
     elif isinstance(pattern_of(asked), str):
-        picked = {asked: [name for name in known if means(asked, names.get(name, name).removesuffix(".weight"))]}
+        picked = {asked: [name for name in known if means(asked, part.full(name).removesuffix(".weight"))]}
     else:  # words that the names of linear layers, or of experts' parameters, end in
         picked = {w: [name for name in known if means([w, f"{w}.weight"], name)] for w in words_of(asked)}
     for word in (word for word, found in (picked or {asked: []}).items() if not found):

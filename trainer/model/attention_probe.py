@@ -78,19 +78,14 @@ def _runs_on_meta(model: PreTrainedModel, name: str, length: int) -> Exception |
 @once
 def leak(facts: ModelFacts, name: str = attention.NAME) -> str | None:
     """The evidence that the model does not isolate documents, or why it can't be tried; None: it isolates them."""
-    found = _difference(facts.config, name, _alone_and_behind)
-    if isinstance(found, str):
-        return f"a small model of its kind can't be tried: {found}"
-    return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
+    return _evidence(_difference(facts.config, name, _alone_and_behind), "a document's", "behind another one")
 
 
 @once
 def mixes_in_order(facts: ModelFacts) -> str | None:
     """The evidence that a row's order of tokens matters beyond ``position_ids``, or why it can't be tried, or None."""
     found = _difference(facts.config, attention.NAME, _in_order_and_in_pieces)
-    if isinstance(found, str):
-        return f"a small model of its kind can't be tried: {found}"
-    return f"tried small, its logits differ by {found:.1e} where a row's halves lie apart" if found > _NOISE else None
+    return _evidence(found, "its", "where a row's halves lie apart")
 
 
 @once
@@ -104,9 +99,14 @@ def looks_ahead(facts: ModelFacts, name: str) -> bool:
 def text_part_differs(facts: ModelFacts) -> str | None:
     """The evidence that a multimodal model's text part differs from the whole, or why it can't be tried; or None."""
     found = _difference(facts.config, "eager", _alone_and_in_the_whole, text_in_whole)
+    return _evidence(found, "its", "from the whole model's")
+
+
+def _evidence(found: float | str, whose: str, where: str) -> str | None:
+    """A :func:`_difference` in words; None: there is none."""
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
-    return f"tried small, its logits differ by {found:.1e} from the whole model's" if found > _NOISE else None
+    return f"tried small, {whose} logits differ by {found:.1e} {where}" if found > _NOISE else None
 
 
 def _difference(

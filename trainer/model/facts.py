@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from shardwright.model.adapted_weights import Part
 from shardwright.model.classifier import head_of
 from shardwright.model.meta_model import is_multimodal, meta_model, names_in_whole, scores_texts, whole_model
 from shardwright.models.adapters.lora import Lora, adaptable, attach
@@ -59,13 +60,17 @@ class ModelFacts:
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
         """The model of a full checkpoint, on meta; for a multimodal config ``model`` is its text part."""
-        several = is_multimodal(self.config) and not self.scores_texts
-        return whole_model(self.config) if several else self.model
+        return whole_model(self.config) if is_multimodal(self.config) and not self.scores_texts else self.model
 
     @functools.cached_property
     def names_in_whole(self) -> dict[str, str]:
         """The whole's name of each of the model's parameters and saved buffers."""
         return names_in_whole(self.model, self.whole) or {}
+
+    @property
+    def part(self) -> Part:
+        """The model, as a part of the whole."""
+        return Part(self.model, self.whole, self.names_in_whole)
 
     @property
     def is_part(self) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from shardwright.layout.adapter_layouts import with_factors, with_packed
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model import base_storage
-from shardwright.model.adapted_weights import inner_weights, means, pattern_of, targets_of, words_of
+from shardwright.model.adapted_weights import Part, inner_weights, means, pattern_of, targets_of, words_of
 from shardwright.model.classifier import head_parameters
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.model.peft_config import check_lora, read_config, saved_parameters
@@ -29,12 +29,12 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
 
     Raises UserError if the model lacks a target, or the adapter in the folder can't be continued.
     """
-    model, names = facts.model, facts.names_in_whole
+    model = facts.model
     if args.adapter is not None:
-        return read_config(Folder(args.adapter), model, facts.whole, names)
+        return read_config(Folder(args.adapter), facts.part)
     if args.lora_r is None:
         return None
-    targets = _filtered(args, targets_of(args.lora_target, model, names), names)
+    targets = _filtered(args, targets_of(args.lora_target, facts.part), facts.part)
     # as PEFT trains it for sequence classification
     saved = list(dict.fromkeys([*_saved(args.modules_to_save, model), *head_parameters(model)]))
     targets = [name for name in targets if name not in saved]
@@ -50,7 +50,7 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
         dora=args.use_dora,
         start=args.init_lora_weights if args.init_lora_weights not in ("true", "gaussian") else "",
         whole=tuple(saved),
-        tokens=trained_rows(rows_of(args.trainable_token_indices), model, model, {}),
+        tokens=trained_rows(rows_of(args.trainable_token_indices), Part(model, model)),
     )
     check_lora(lora, model, f"--lora_target {args.lora_target}")
     return lora
@@ -60,7 +60,7 @@ def with_adapters_tokens(args: TrainingArguments, facts: ModelFacts) -> ModelFac
     """``facts`` of a model with as many tokens as the embedding has that lies in ``--adapter``'s folder."""
     if args.adapter is None:
         return facts
-    size = vocabulary_of(Folder(args.adapter), facts.model, facts.names_in_whole)
+    size = vocabulary_of(Folder(args.adapter), facts.part)
     embedding: Any = facts.model.get_input_embeddings()
     if size in (None, embedding.weight.shape[0]):
         return facts
@@ -71,7 +71,7 @@ def with_adapters_tokens(args: TrainingArguments, facts: ModelFacts) -> ModelFac
 
 def _saved(asked: str | None, model: PreTrainedModel) -> list[str]:
     """The parameters that ``--modules_to_save`` means."""
-    found = [] if asked is None else saved_parameters(words_of(asked), model, model, {})
+    found = [] if asked is None else saved_parameters(words_of(asked), Part(model, model))
     if asked is not None and not found:
         raise UserError(
             asked=f"--modules_to_save {asked}",
@@ -82,9 +82,9 @@ def _saved(asked: str | None, model: PreTrainedModel) -> list[str]:
     return found
 
 
-def _filtered(args: TrainingArguments, targets: list[str], names: Mapping[str, str]) -> list[str]:
+def _filtered(args: TrainingArguments, targets: list[str], part: Part) -> list[str]:
     """The ``targets`` that ``--exclude_modules`` and ``--layers_to_transform`` leave."""
-    left = {name: names.get(name, name).removesuffix(".weight") for name in targets}
+    left = {name: part.full(name).removesuffix(".weight") for name in targets}
     for option, keeps in (
         ("exclude_modules", lambda text, name: not is_excluded(pattern_of(text), name)),
         ("layers_to_transform", lambda text, name: in_layers(_numbers(text), None, name)),
@@ -104,10 +104,7 @@ def _filtered(args: TrainingArguments, targets: list[str], names: Mapping[str, s
 
 def _numbers(text: str) -> list[int]:
     """The numbers of the layers in ``--layers_to_transform``."""
-    found: list[int] = []
-    for word in words_of(text):
-        found += numbers_in(word)
-    return found
+    return [number for word in words_of(text) for number in numbers_in(word)]
 
 
 def _own(args: TrainingArguments, option: str, targets: list[str], rest: float) -> tuple[tuple[str, Any], ...]:
@@ -168,7 +165,7 @@ def described(lora: Lora, adapted: PreTrainedModel) -> str:
 
 def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
     """Raises UserError unless the checkpoint in ``folder`` has the adapter ``lora``."""
-    saved = read_config(folder, model, checkpoint=True)
+    saved = read_config(folder, Part(model, model), checkpoint=True)
     for name in (field.name for field in dataclasses.fields(lora)):
         theirs, ours = getattr(saved, name), getattr(lora, name)
         if theirs != ours:

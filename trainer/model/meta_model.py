@@ -61,34 +61,11 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             "mixtral_ep",
         )
     if model is not None:
-        path = Path(model := model_path(model))
-        looks_local = model.endswith((".json", ".gguf")) or model.startswith((".", "~", os.sep))
-        looks_local |= split(model)[0].count("/") > 1
-        # os.path.isfile, since a Path's would raise for a name that is too long
-        config_file = path / "config.json" if os.path.isdir(path) else path
-        if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
-            raise UserError(
-                asked=f"model {model}",
-                found=f"no file {config_file}",
-                why="a local model is a config.json, or a folder that has one",
-                instead=nearest_beside(model)
-                + "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
-            )
+        _check_path(model := model_path(model))
     try:
         if model is None:
             return config_of(recipe.model or {})
-        model = pinned(model)
-        repository, revision = split(model)
-        how: dict[str, Any] = {"revision": revision}
-        if model.endswith(".gguf"):  # it holds its config, which transformers reads through the package gguf
-            repository, how = str(Path(model).parent), {"gguf_file": Path(model).name}
-        values = PretrainedConfig.get_config_dict(repository, **how)[0]
-        _check_sizes(values)
-        if values.get("model_type", "llama") not in CONFIG_MAPPING:
-            raise _unknown_type(model, values)
-        config = AutoConfig.from_pretrained(repository, trust_remote_code=False, **how)
-        config.name_or_path = model  # with its commit: the generation config and other files come from there
-        return config
+        return _config_at(model := pinned(model))
     except UserError:
         raise
     except Exception as error:  # transformers and the hub client raise many types when no config can be read
@@ -101,6 +78,37 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             instead="a config.json whose model_type transformers knows, a folder with one, or a hub id, "
             "which needs network, or the hub's cache (HF_HUB_OFFLINE=1 looks only there)",
         ) from error
+
+
+def _check_path(model: str) -> None:
+    """Refuse a ``model`` that is a path, or looks like one, and leads to no config."""
+    path = Path(model)
+    looks_local = model.endswith((".json", ".gguf")) or model.startswith((".", "~", os.sep))
+    looks_local |= split(model)[0].count("/") > 1
+    # os.path.isfile, since a Path's would raise for a name that is too long
+    config_file = path / "config.json" if os.path.isdir(path) else path
+    if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
+        raise UserError(
+            asked=f"model {model}",
+            found=f"no file {config_file}",
+            why="a local model is a config.json, or a folder that has one",
+            instead=nearest_beside(model)
+            + "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
+        )
+
+
+def _config_at(model: str) -> PretrainedConfig:
+    repository, revision = split(model)
+    how: dict[str, Any] = {"revision": revision}
+    if model.endswith(".gguf"):  # it holds its config, which transformers reads through the package gguf
+        repository, how = str(Path(model).parent), {"gguf_file": Path(model).name}
+    values = PretrainedConfig.get_config_dict(repository, **how)[0]
+    _check_sizes(values)
+    if values.get("model_type", "llama") not in CONFIG_MAPPING:
+        raise _unknown_type(model, values)
+    config = AutoConfig.from_pretrained(repository, trust_remote_code=False, **how)
+    config.name_or_path = model  # with its commit: the generation config and other files come from there
+    return config
 
 
 def _unknown_type(model: str, values: Mapping[str, Any]) -> UserError:
@@ -237,9 +245,8 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a full checkpoint on meta, with all parts of a multimodal one; raises as :func:`meta_model`."""
-    several = is_multimodal(config) and not scores_texts(config)
-    return _on_meta(AutoModelForImageTextToText.from_config, config) if several else meta_model(config)
+    """The model of a full checkpoint of a multimodal config on meta, with all of its parts; raises as `meta_model`."""
+    return _on_meta(AutoModelForImageTextToText.from_config, config)
 
 
 def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:

@@ -14,7 +14,16 @@ from shardwright.arguments.adapter_options import EVA
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
-from shardwright.model.adapted_weights import ALL, adapted_shapes, check_untied, endings, inner_weights, means, shortest
+from shardwright.model.adapted_weights import (
+    ALL,
+    Part,
+    adapted_shapes,
+    check_untied,
+    endings,
+    inner_weights,
+    means,
+    shortest,
+)
 from shardwright.model.classifier import head_parameters
 from shardwright.model.peft_names import (
     chosen_modules,
@@ -130,17 +139,10 @@ def _saved_words(modules: list[str], model: PreTrainedModel) -> list[str]:
     return short if sorted(saved_modules(short, model)) == modules else modules
 
 
-def read_config(
-    folder: Folder,
-    model: PreTrainedModel,
-    whole: PreTrainedModel | None = None,
-    names: Mapping[str, str] | None = None,
-    *,
-    checkpoint: bool = False,
-) -> Lora:
-    """The adapter in ``folder``, of weights of ``model``, which may be a part of ``whole`` by ``names``.
+def read_config(folder: Folder, part: Part, *, checkpoint: bool = False) -> Lora:
+    """The adapter in ``folder``, of weights of the part's model.
 
-    Raises UserError: there is none, it is no LoRA as it is here, or ``model`` lacks its targets. A run's own
+    Raises UserError: there is none, it is no LoRA as it is here, or the model lacks its targets. A run's own
     ``checkpoint`` holds more than PEFT saves: what the factors began as, too.
     """
     asked = f"the adapter in {folder}"
@@ -148,7 +150,7 @@ def read_config(
         if folder.size(CONFIG) > _LARGEST:
             raise ValueError("too large for a config")
         values = json.loads(folder.read(CONFIG))
-        lora = _read_values(converted(values, whole or model), model, whole or model, names or {})
+        lora = _read_values(converted(values, part.whole), part)
     except (UserError, *_MALFORMED) as error:
         raise UserError(
             asked=asked,
@@ -159,25 +161,20 @@ def read_config(
             instead="a run's model/ folder, or one that PEFT's save_pretrained wrote",
         ) from error
     starts = PLAIN["init_lora_weights"] + (lora.start,) * checkpoint
-    _check_plain(values, lora, model, asked, PLAIN | {"init_lora_weights": starts})
+    _check_plain(values, lora, part.model, asked, PLAIN | {"init_lora_weights": starts})
     return lora
 
 
-def options_of(
-    values: Mapping[str, Any],
-    model: PreTrainedModel,
-    whole: PreTrainedModel | None = None,
-    names: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The options of a new adapter like PEFT's ``LoraConfig`` with the fields ``values``; the rest as `read_config`.
+def options_of(values: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    """The options of a new adapter like PEFT's ``LoraConfig`` with the fields ``values``, of the part's model.
 
-    Raises UserError, which names the field, if it is no LoRA, as it is here, of weights of ``model``.
+    Raises UserError, which names the field, if it is no LoRA, as it is here, of weights of that model.
     """
-    asked, whole, names = "peft_config=LoraConfig(…)", whole or model, names or {}
+    asked, model = "peft_config=LoraConfig(…)", part.model
     everything = values["target_modules"] == ALL and not values.get("target_parameters")
     try:
-        given = _everything(values, model, names) if everything else converted(values, whole)
-        found = _read_values(given, model, whole, names)
+        given = _everything(values, part) if everything else converted(values, part.whole)
+        found = _read_values(given, part)
     except _MALFORMED as error:
         raise UserError(
             asked=asked,
@@ -188,7 +185,7 @@ def options_of(
     tasks = {"task_type": (*PLAIN_AT_THE_START["task_type"], "SEQ_CLS")} if head_parameters(model) else {}
     _check_plain(values, found, model, asked, PLAIN | PLAIN_AT_THE_START | tasks)
     if not everything:
-        _check_words(given, found, model, names)
+        _check_words(given, found, part)
     known = [name for name, _ in model.named_parameters()]
     full = list(found.targets) == inner_weights(model)
     return {
@@ -206,18 +203,18 @@ def options_of(
     }
 
 
-def _everything(values: Mapping[str, Any], model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, Any]:
+def _everything(values: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """The fields with "all-linear" as ``--lora_target`` means it: all but the head, and the experts' weights too."""
-    experts, inner = experts_modules(model), inner_weights(model)
-    fused = [names.get(name, name) for name in inner if name.rpartition(".")[0] in experts]
+    experts, inner = experts_modules(part.model), inner_weights(part.model)
+    fused = [part.full(name) for name in inner if name.rpartition(".")[0] in experts]
     fused = [name for name in fused if not is_excluded(values.get("exclude_modules"), name.rpartition(".")[0])]
-    linear = [names.get(name, name).removesuffix(".weight") for name in inner if name.rpartition(".")[0] not in experts]
+    linear = [part.full(name).removesuffix(".weight") for name in inner if name.rpartition(".")[0] not in experts]
     return {**values, "target_modules": linear, "target_parameters": fused}
 
 
-def _check_words(values: Mapping[str, Any], lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> None:
+def _check_words(values: Mapping[str, Any], lora: Lora, part: Part) -> None:
     """Raises UserError for a word of a new adapter that means nothing."""
-    modules, full = values["target_modules"], [names.get(name, name) for name in lora.targets]
+    modules, full = values["target_modules"], [part.full(name) for name in lora.targets]
     meant = [name.removesuffix(".weight") for name in full] + full
     words = [*([] if isinstance(modules, str) else modules), *(values.get("target_parameters") or [])]
     idle = [word for word in words if not any(means([word], name) for name in meant)]
@@ -227,9 +224,9 @@ def _check_words(values: Mapping[str, Any], lora: Lora, model: PreTrainedModel, 
         place = f"{idle[0]!r} among its targets" if idle else f"{lost[0]!r} in modules_to_save"
         raise UserError(
             asked="peft_config=LoraConfig(…)",
-            found=f"{place}, the name of no weight of {type(model).__name__}",
+            found=f"{place}, the name of no weight of {type(part.model).__name__}",
             why="PEFT passes over such a name, or takes it for one that transformers 4 had",
-            instead=f"some of {','.join(endings(model))}",
+            instead=f"some of {','.join(endings(part.model))}",
         )
 
 
@@ -239,9 +236,7 @@ def _as_text(pattern: Sequence[tuple[str, float]], targets: Sequence[str]) -> st
     return ",".join(f"{word}={value}" for word, value in values.items()) or None
 
 
-def _read_values(
-    values: Mapping[str, Any], model: PreTrainedModel, whole: PreTrainedModel, names: Mapping[str, str]
-) -> Lora:
+def _read_values(values: Mapping[str, Any], part: Part) -> Lora:
     """The adapter in the fields of an ``adapter_config.json``; raises one of ``_MALFORMED`` if they describe none."""
     if values.get("peft_type") != "LORA":
         raise ValueError(f"peft_type {values.get('peft_type')!r:.80}")
@@ -252,7 +247,7 @@ def _read_values(
         raise ValueError(f"use_rslora {rslora!r:.80}, use_dora {dora!r:.80}")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"lora_dropout {dropout!r:.80}")
-    chosen = _chosen(values, model, whole, names)
+    chosen = _chosen(values, part)
     patterns = [{**(values.get(field) or {})} for field in ("rank_pattern", "alpha_pattern")]
     ranks = {name: _rank("rank_pattern", pattern_value(patterns[0], key, r)) for name, key in chosen.items()}
     alphas = {name: _alpha("alpha_pattern", pattern_value(patterns[1], key, alpha)) for name, key in chosen.items()}
@@ -266,8 +261,8 @@ def _read_values(
         dropout=float(dropout),
         dora=dora,
         start=start if isinstance(start, str) and (start in STARTS or NITER.fullmatch(start)) else "",
-        whole=tuple(saved_parameters(values.get("modules_to_save") or (), model, whole, names)),
-        tokens=trained_rows(_rows(values.get("trainable_token_indices")), model, whole, names),
+        whole=tuple(saved_parameters(values.get("modules_to_save") or (), part)),
+        tokens=trained_rows(_rows(values.get("trainable_token_indices")), part),
     )
 
 
@@ -292,45 +287,39 @@ def _alpha(field: str, value: Any) -> float:
     return float(value)
 
 
-def _chosen(
-    values: Mapping[str, Any], model: PreTrainedModel, whole: PreTrainedModel, names: Mapping[str, str]
-) -> dict[str, str]:
+def _chosen(values: Mapping[str, Any], part: Part) -> dict[str, str]:
     """Weight → the name by which PEFT knows it, of each that its fields choose; UserError if one has no factors."""
     if values["target_modules"] is None:
         raise ValueError("target_modules is None, for which PEFT chooses by the model's type")
-    known = {names.get(name, name): name for name in adapted_shapes(model)}
-    meant = {f"{name}.weight": name for name in chosen_modules(values, whole)}
-    meant |= {name: name for name in chosen_parameters(values, whole)}
+    known = {part.full(name): name for name in adapted_shapes(part.model)}
+    meant = {f"{name}.weight": name for name in chosen_modules(values, part.whole)}
+    meant |= {name: name for name in chosen_parameters(values, part.whole)}
     if other := [key for name, key in meant.items() if name not in known]:
-        part = f" in the text part, {type(model).__name__}" if whole is not model else ""
+        where = f" in the text part, {type(part.model).__name__}" if part.whole is not part.model else ""
         raise UserError(
             asked="target_modules and target_parameters",
-            found=f"they mean {other[0]} too, neither a linear layer nor a parameter of experts{part}",
+            found=f"they mean {other[0]} too, neither a linear layer nor a parameter of experts{where}",
             why="it has no factors here, and PEFT would give it some",
             instead=f"target_modules that mean linear layers and target_parameters that mean experts' weights alone, "
-            f"among {', '.join(endings(model))}",
+            f"among {', '.join(endings(part.model))}",
         )
     return {name: meant[full] for full, name in known.items() if full in meant}
 
 
-def saved_parameters(
-    words: Sequence[str], model: PreTrainedModel, whole: PreTrainedModel, names: Mapping[str, str]
-) -> list[str]:
-    """The parameters of ``model`` that ``modules_to_save`` means; UserError if it means others of ``whole`` too."""
-    modules = saved_modules(words, whole)
-    own = {names.get(name, name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+def saved_parameters(words: Sequence[str], part: Part) -> list[str]:
+    """The model's parameters that ``modules_to_save`` means; UserError if it means others of the whole too."""
     found: list[str] = []
-    for module in modules:
-        inside = [f"{module}.{key}" for key in whole.get_submodule(module).state_dict()]
-        if other := [name for name in inside if name not in own]:
+    for module in saved_modules(words, part.whole):
+        inside = [f"{module}.{key}" for key in part.whole.get_submodule(module).state_dict()]
+        if other := [name for name in inside if name not in part.own]:
             raise UserError(
                 asked="modules_to_save",
-                found=f"it means {other[0]} too, no parameter of {type(model).__name__}",
+                found=f"it means {other[0]} too, no parameter of {type(part.model).__name__}",
                 why="it is not trained here, and PEFT would train and save it",
                 instead="modules of the text model whose tensors are parameters, such as lm_head or embed_tokens",
             )
-        found += [own[name] for name in inside]
-    return [name for name in own.values() if name in found]
+        found += [part.own[name] for name in inside]
+    return [name for name in part.own.values() if name in found]
 
 
 def check_lora(lora: Lora, model: PreTrainedModel, asked: str) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.safetensors_file import LARGEST, read_header
-from shardwright.model.adapted_weights import words_of
+from shardwright.model.adapted_weights import Part, words_of
 from shardwright.models.adapters.lora import Lora
 
 
@@ -31,23 +32,20 @@ def rows_as_text(tokens: Sequence[tuple[str, Sequence[int]]]) -> str:
     return ",".join(f"{name.rpartition('.')[0]}={row}" for name, rows in tokens for row in rows)
 
 
-def trained_rows(
-    words: Mapping[str, Sequence[int]], model: PreTrainedModel, whole: PreTrainedModel, names: Mapping[str, str]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(weight of ``model``, rows) that ``words`` mean; ``names`` are the model's → those of ``whole``.
+def trained_rows(words: Mapping[str, Sequence[int]], part: Part) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(weight of the part's model, rows) that ``words`` mean.
 
     Raises UserError for a word that means no embedding or head, and where a tied weight would be two.
     """
-    ends = [end for end in (whole.get_input_embeddings(), whole.get_output_embeddings()) if end is not None]
-    own = {names.get(name, name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model, ends = part.model, _ends(part.whole)
     found: dict[str, tuple[int, ...]] = {}
     for word, rows in words.items():
-        modules = [(n, m) for n, m in whole.named_modules(remove_duplicate=False) if n and n.endswith(word)]
+        modules = [(n, m) for n, m in part.whole.named_modules(remove_duplicate=False) if n and n.endswith(word)]
         modules = modules if word else [(name, module) for name, module in modules if module is ends[0]]
         for name, module in modules or [(word, None)]:
-            if not any(module is end for end in ends) or f"{name}.weight" not in own:
+            if not any(module is end for end in ends) or f"{name}.weight" not in part.own:
                 raise _refused(f"{name}, neither the embedding nor the head", "their rows are tokens")
-            found[own[f"{name}.weight"]] = tuple(rows)
+            found[part.own[f"{name}.weight"]] = tuple(rows)
     tied = len(ends) > 1 and ends[0].weight is ends[1].weight
     if tied and found:
         first = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
@@ -57,28 +55,33 @@ def trained_rows(
     return tuple(found.items())
 
 
-def rows_needed(lora: Lora | None, model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, int]:
+def _ends(model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding, and the head if there is one."""
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def rows_needed(lora: Lora | None, part: Part) -> dict[str, int]:
     """The whole's name of a weight of embedding or head → its first rows that the adapter leaves to the model.
 
     Where tokens were added to a model for the adapter, the model has no others.
     """
-    found: dict[str, int] = {}
+    model, found = part.model, dict[str, int]()
     for name, rows in lora.tokens if lora is not None else ():
         needed = model.get_parameter(name).shape[0]
         while needed - 1 in rows:
             needed -= 1
         found[name] = needed
-    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     for name in lora.whole if lora is not None else ():
-        if any(model.get_submodule(name.rpartition(".")[0]) is end for end in ends):
+        if any(model.get_submodule(name.rpartition(".")[0]) is end for end in _ends(model)):
             found[name] = 0
-    return {names.get(name, name): needed for name, needed in found.items()}
+    return {part.full(name): needed for name, needed in found.items()}
 
 
-def vocabulary_of(folder: Folder, model: PreTrainedModel, names: Mapping[str, str]) -> int | None:
+def vocabulary_of(folder: Folder, part: Part) -> int | None:
     """The rows of the embedding that the adapter in ``folder`` holds; None: it holds none, or can't be read."""
-    name = next(n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-    stem = f"base_model.model.{names.get(name, name).removesuffix('.weight')}"
+    embedding = part.model.get_input_embeddings().weight
+    name = next(name for name, parameter in part.model.named_parameters() if parameter is embedding)
+    stem = f"base_model.model.{part.full(name).removesuffix('.weight')}"
     try:
         with folder.open("adapter_model.safetensors", "rb") as file:
             length = 8 + int.from_bytes(file.read(8), "little")

@@ -9,7 +9,7 @@ Shape legend: B rows, S tokens in a row, V vocabulary, K tokens that the teacher
 from collections.abc import Mapping
 from typing import ClassVar
 
-from shardwright.objectives.objective import Batch, Number, Objective, RecordShape, Tensor
+from shardwright.objectives.objective import Batch, Number, Objective, RecordShape, Tensor, labels, torch
 from shardwright.objectives.sft import SHAPES
 
 TEACHER = "teacher"  # a row's column: at each position K ids, their log-probabilities, and that of all others
@@ -78,25 +78,17 @@ class Distillation(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """The scored targets, [1]."""
-        from shardwright.models.ops.labels import scored_tokens
-
-        return scored_tokens(batch["labels"]).view(1)
+        return labels.scored_tokens(batch["labels"]).view(1)
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
-        import torch
-
-        from shardwright.models.ops.labels import IGNORE, targets
-
         ids, theirs = batch[TEACHER].split((self.top, self.top + 1), -1)
         ours = self._log_shares(logits, ids.to(torch.int64))
         found = self._divergence(ours, theirs[..., : ours.shape[-1]])
-        scored = targets(batch["labels"]) != IGNORE
+        scored = labels.targets(batch["labels"]) != labels.IGNORE
         return {"distill_loss": torch.where(scored, found, 0.0).sum() / counts[0]}
 
     def refer(self, logits: Tensor, batch: Batch) -> Tensor:
         """The values of column :attr:`teacher` by the teacher's logits: [B, S, 2K + 1]."""
-        import torch
-
         scores, ids = logits.to(torch.float32).topk(self.top, -1)
         shares = self._log_shares(logits, ids)
         rest = shares[..., :0] if shares.shape[-1] > self.top else torch.full_like(scores[..., :1], FLOOR)
@@ -110,8 +102,6 @@ class Distillation(Objective):
 
     def _divergence(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """The divergence [B, S] of log-shares [B, S, buckets], as trl 1.16 computes it of the whole vocabulary's."""
-        import torch
-
         beta = self.numbers["beta"]
         if beta == 0:
             return _kl(theirs, ours)

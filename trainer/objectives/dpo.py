@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from shardwright.errors import UserError
 from shardwright.objectives.dpo_losses import DIVERGENCES, LOSSES, SFT, Constants
-from shardwright.objectives.objective import Batch, Choice, Number, Tensor
+from shardwright.objectives.objective import Batch, Choice, Number, Tensor, labels
 from shardwright.objectives.pairs import BETA, PairObjective, Pairs
 
 _TAU, _ALPHA = 0.05, 0.5
@@ -66,9 +66,7 @@ class DPO(PairObjective):
 
     def chosen_targets(self, batch: Batch) -> Tensor:
         """The answers' targets, for ``sft``."""
-        from shardwright.models.ops.labels import targets
-
-        return targets(batch["labels"]) if self.chosen_weight else super().chosen_targets(batch)
+        return labels.targets(batch["labels"]) if self.chosen_weight else super().chosen_targets(batch)
 
     def score(self, ratios: Tensor) -> Tensor:
         (divergence,) = self.words["f_divergence_type"]

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardwright.objectives.pairs import Pairs, Tensor, halves, log_sigmoid
+from shardwright.objectives.objective import Tensor, torch
+from shardwright.objectives.pairs import Pairs, halves, log_sigmoid
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,6 @@ def _smoothed(x: Tensor, smoothing: float) -> Tensor:
 
 def _sorted(values: Tensor, real: Tensor) -> Tensor:
     """``values`` of ``real`` pairs in ascending order, in the places of real pairs. [B, P]"""
-    import torch
-
     last = torch.where(real > 0, values, 1e30).flatten().sort().values  # the others behind them
     rank = (real.flatten().cumsum(0) - 1).clamp(min=0).to(torch.int64)
     return last[rank].view(values.shape)

@@ -21,13 +21,14 @@ from shardwright.objectives.objective import (
     Batch,
     Choice,
     Number,
-    Objective,
     RecordShape,
     Tensor,
+    labels,
+    torch,
 )
 from shardwright.objectives.pairs import BETA, PAIRS
+from shardwright.objectives.segment_objective import SegmentObjective, scored
 
-_TOKENS_A_RECORD, _MOST_RECORDS = 16, 64
 _TRAINED, _RENDERED = "each answer, by whether it is a good one", ("tools", "chat_template_kwargs")
 LABELLED = tuple(
     RecordShape(
@@ -47,7 +48,7 @@ def _weight(which: str) -> Number:
     return Number(1.0, words, lambda value: value >= 0, "it is a weight")
 
 
-class KahnemanTversky(Objective):
+class KahnemanTversky(SegmentObjective):
     """A good answer shall become likelier than by the starting weights, a bad one less likely.
 
     Each is compared with how far the model is from them altogether: the mean over mismatched answers, of a micro-batch
@@ -72,43 +73,30 @@ class KahnemanTversky(Objective):
     further = 2
     reference = "reference"
     refuses: ClassVar = {
+        **SegmentObjective.refuses,
         "text_column": "plain text is no answer to anything",
-        "split_special_tokens": "answers are taken as the tokenizer takes them, and only plain text is ever spelt out",
         "train_on_prompt": "a prompt is neither good nor bad",
         "overflow": "of a part of an answer nobody said whether it is good",
     }
-
-    @property
-    def groups(self) -> int:
-        return min(_MOST_RECORDS, max(1, self.length // _TOKENS_A_RECORD))
 
     @property
     def segments(self) -> tuple[str, ...]:
         return (GOOD, BAD, MISMATCHED) if self.words["loss_type"] == ("kto",) else (GOOD, BAD)
 
     @property
-    def columns(self) -> Mapping[str, tuple[int, ...]]:
-        """The starting weights' log-probability of each segment. [K * P]"""
-        return {self.reference: (self.groups * len(self.segments),)}
+    def places(self) -> int:
+        return len(self.segments)
 
     def counts(self, batch: Batch) -> Tensor:
         """Answers, good ones, and bad ones; float [3]."""
-        import torch
-
-        from shardwright.models.ops.labels import IGNORE, targets
-
-        real = self._sums((targets(batch["labels"]) != IGNORE).to(torch.float32), batch) > 0
+        real = self._by_place(scored(batch), batch) > 0
         good, bad = real[..., 0].sum(), real[..., 1].sum()
         return torch.stack([good + bad, good, bad]).to(torch.float32)
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
-        import torch
-
-        from shardwright.models.ops.labels import IGNORE, targets, token_logps
-
-        goal = targets(batch["labels"])
-        logps = self._sums(token_logps(logits, goal), batch)
-        real = (self._sums((goal != IGNORE).to(logps.dtype), batch) > 0).to(logps.dtype)
+        goal = labels.targets(batch["labels"])
+        logps = self._by_place(labels.token_logps(logits, goal), batch)
+        real = (self._by_place((goal != labels.IGNORE).to(logps.dtype), batch) > 0).to(logps.dtype)
         gains = logps - batch[self.reference].unflatten(-1, logps.shape[-2:])
         kl = torch.zeros_like(counts[0])
         if MISMATCHED in self.segments:
@@ -139,17 +127,8 @@ class KahnemanTversky(Objective):
         segments = batch["segment_ids"]
         if MISMATCHED not in self.segments:
             return super().balanced(batch)
-        return ((segments % len(self.segments)) != 0).to(segments.dtype)
+        return ((segments % self.places) != 0).to(segments.dtype)
 
-    def refer(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The log-probability of each segment's scored targets, summed. [B, K * P]"""
-        from shardwright.models.ops.labels import targets, token_logps
-
-        return self._sums(token_logps(logits, targets(batch["labels"])), batch).flatten(-2)
-
-    def _sums(self, values: Tensor, batch: Batch) -> Tensor:
+    def _by_place(self, values: Tensor, batch: Batch) -> Tensor:
         """Sums of ``values`` [..., S] by record and place. [..., K, P]"""
-        from shardwright.models.ops.labels import segment_sums
-
-        places = len(self.segments)
-        return segment_sums(values, batch["segment_ids"], self.groups * places).unflatten(-1, (-1, places))
+        return self.sums(values, batch).unflatten(-1, (-1, self.places))

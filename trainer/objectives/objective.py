@@ -7,9 +7,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardwright.files.folder_entries import Tensor
+from shardwright.files.folder_entries import LateModule, Tensor, torch
+
+if TYPE_CHECKING:
+    from shardwright.models.ops import labels
+else:
+    labels = LateModule("shardwright.models.ops.labels")
+
+__all__ = ["Tensor", "labels", "torch"]  # which the entries take from here
 
 Batch = Mapping[str, Tensor]
 

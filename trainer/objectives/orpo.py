@@ -1,6 +1,6 @@
 """ORPO (arXiv:2403.07691); its first term is, as in its authors' code, on the chosen answer's prompt too."""
 
-from shardwright.objectives.objective import Tensor
+from shardwright.objectives.objective import Tensor, torch
 from shardwright.objectives.pairs import PairObjective, Pairs, log_sigmoid
 
 
@@ -20,7 +20,5 @@ class ORPO(PairObjective):
 
 def _log_odds(logps: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p, which is kept a rounding away from 0."""
-    import torch
-
     below = logps.clamp(max=-1e-7)
     return below - torch.log(-torch.expm1(below))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from shardwright.objectives.objective import MEDIA, Batch, Choice, Number, Objective, RecordShape, Tensor
+from shardwright.objectives.objective import MEDIA, Batch, Choice, Number, RecordShape, Tensor, labels, torch
+from shardwright.objectives.segment_objective import SegmentObjective, scored
 
-_TOKENS_A_PAIR, _MOST_PAIRS = 16, 64
 PAIRS = RecordShape(
     "chosen/rejected",
     ("chosen", "rejected"),
@@ -69,7 +69,7 @@ class Pairs:
         return chosen - rejected
 
 
-class PairObjective(Objective):
+class PairObjective(SegmentObjective):
     """A loss of pairs. Its logged values bear trl's names, and trl 1.16 computes the same."""
 
     learns = "which of two answers is preferred"
@@ -81,20 +81,11 @@ class PairObjective(Objective):
         *("logps/chosen", "logps/rejected"),
     )
     refuses: ClassVar = {
+        **SegmentObjective.refuses,
         "text_column": "plain text has no two answers",
-        "split_special_tokens": "answers are taken as the tokenizer takes them, and only plain text is ever spelt out",
         "train_on_prompt": "both answers have the same prompt, which says nothing of which is preferred",
         "overflow": "a part of an answer is preferred to nothing",
     }
-
-    @property
-    def groups(self) -> int:
-        return min(_MOST_PAIRS, max(1, self.length // _TOKENS_A_PAIR))
-
-    @property
-    def columns(self) -> Mapping[str, tuple[int, ...]]:
-        """The starting weights' log-probability of each segment [2P], where the loss compares with them."""
-        return {self.reference: (2 * self.groups,)} if self.reference else {}
 
     @property
     def chosen_weight(self) -> float:
@@ -103,9 +94,7 @@ class PairObjective(Objective):
 
     def chosen_targets(self, batch: Batch) -> Tensor:
         """The targets [B, S] of that part, in chosen answers and others: here their prompts' too."""
-        from shardwright.models.ops.labels import segment_targets
-
-        return segment_targets(batch)
+        return labels.segment_targets(batch)
 
     def score(self, ratios: Tensor) -> Tensor:
         """``ratios`` of answers as the loss takes them."""
@@ -117,26 +106,16 @@ class PairObjective(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """Pairs, and the :meth:`chosen_targets` of chosen answers; float [2]."""
-        import torch
-
-        from shardwright.models.ops.labels import IGNORE, segment_sums, targets
-
-        scored, segments, count = targets(batch["labels"]) != IGNORE, batch["segment_ids"], 2 * self.groups
-        real = _real(segment_sums(scored.to(torch.float32), segments, count))
-        lengths = segment_sums((self.chosen_targets(batch) != IGNORE).to(torch.float32), segments, count)
-        return torch.stack([real.sum(), (lengths[..., 0::2] * real).sum()])
+        there = real(self.sums(scored(batch), batch)).to(torch.float32)
+        lengths = self.sums((self.chosen_targets(batch) != labels.IGNORE).to(torch.float32), batch)
+        return torch.stack([there.sum(), (halves(lengths)[0] * there).sum()])
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
-        import torch
-
-        from shardwright.models.ops.labels import IGNORE, segment_sums, targets, token_logps
-
-        segments, count, weight = batch["segment_ids"], 2 * self.groups, self.chosen_weight
-        logps = token_logps(logits, self.chosen_targets(batch) if weight else targets(batch["labels"]))
-        scored = (targets(batch["labels"]) != IGNORE).to(logps.dtype)
-        sums = segment_sums(logps * scored, segments, count)
-        lengths = segment_sums(scored, segments, count)
-        real = _real(lengths)
+        weight = self.chosen_weight
+        logps = labels.token_logps(logits, self.chosen_targets(batch) if weight else labels.targets(batch["labels"]))
+        counted = scored(batch)
+        sums, lengths = self.sums(logps * counted, batch), self.sums(counted, batch)
+        there = real(lengths).to(torch.float32)
         if self.reference:
             before = batch[self.reference]
             ratios = sums - before
@@ -144,32 +123,22 @@ class PairObjective(Objective):
             before = torch.zeros_like(sums)
             # an answer of no tokens scores -1, since the odds of a certain answer are infinite
             ratios = torch.where(lengths > 0, sums / lengths.clamp(min=1), -torch.ones_like(sums))
-        pairs = Pairs(sums, before, lengths, ratios, real, self.score)
-        pair_loss = (self.losses(pairs) * real).sum() / counts[0]
+        pairs = Pairs(sums, before, lengths, ratios, there, self.score)
+        pair_loss = (self.losses(pairs) * there).sum() / counts[0]
         chosen_loss = torch.zeros_like(pair_loss)
         if weight:
-            every = segment_sums(logps, segments, count)[..., 0::2]
-            chosen_loss = -(every * real).sum() / counts[1]
+            chosen_loss = -(halves(self.sums(logps, batch))[0] * there).sum() / counts[1]
             chosen_loss = chosen_loss if weight == 1 else weight * chosen_loss
         chosen, rejected = (self.numbers["beta"] * half for half in pairs.answers)
         rewards = (chosen, rejected, (chosen > rejected).to(logps.dtype), chosen - rejected)
         values = (*rewards, *(halves(sums) if self.reference else pairs.answers))
-        logged = {name: (v.detach() * real).sum() / counts[0] for name, v in zip(self.logged, values, strict=True)}
+        logged = {name: (v.detach() * there).sum() / counts[0] for name, v in zip(self.logged, values, strict=True)}
         return {"pair_loss": pair_loss, "chosen_loss": chosen_loss, **logged}
-
-    def refer(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The log-probability of each segment's scored targets, summed. [B, 2P]"""
-        from shardwright.models.ops.labels import segment_sums, targets, token_logps
-
-        logps = token_logps(logits, targets(batch["labels"]))
-        return segment_sums(logps, batch["segment_ids"], 2 * self.groups)
 
 
 def log_sigmoid(margins: Tensor) -> Tensor:
     """log σ(x), without the loss of precision of its parts."""
-    from torch.nn.functional import logsigmoid
-
-    return logsigmoid(margins)
+    return torch.nn.functional.logsigmoid(margins)
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,9 +146,7 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., 0::2], values[..., 1::2]
 
 
-def _real(lengths: Tensor) -> Tensor:
-    """1 where both answers of a pair have scored targets, else 0: from their numbers [..., 2P], float [..., P]."""
-    import torch
-
+def real(lengths: Tensor) -> Tensor:
+    """Whether both answers of a pair have scored targets, whose numbers are [..., 2P]: bool [..., P]."""
     chosen, rejected = halves(lengths)
-    return ((chosen > 0) & (rejected > 0)).to(torch.float32)
+    return (chosen > 0) & (rejected > 0)

@@ -5,8 +5,9 @@ Shape legend: B rows, S tokens in a row, P pairs in a row at most.
 
 from typing import ClassVar
 
-from shardwright.objectives.objective import Batch, Number, Tensor
-from shardwright.objectives.pairs import PairObjective, log_sigmoid
+from shardwright.objectives.objective import Batch, Number, Tensor, labels, torch
+from shardwright.objectives.pairs import PairObjective, halves, log_sigmoid, real
+from shardwright.objectives.segment_objective import scored
 
 
 class Reward(PairObjective):
@@ -41,34 +42,24 @@ class Reward(PairObjective):
 
     def _real(self, batch: Batch) -> Tensor:
         """Whether a row has so many pairs, and is no filling of a batch, where no target is scored. [..., P]"""
-        import torch
-
-        from shardwright.models.ops.labels import IGNORE, segment_sums, targets
-
-        scored = (targets(batch["labels"]) != IGNORE).to(torch.float32)
-        lengths = segment_sums(scored, batch["segment_ids"], 2 * self.groups)
-        return (lengths[..., 0::2] > 0) & (lengths[..., 1::2] > 0)
+        return real(self.sums(scored(batch), batch))
 
     def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
         """The loss and what is logged of scores [B, S, 1] of every token."""
-        import torch
-
-        from shardwright.models.ops.labels import segment_ends
-
         # float32, as the reward of bfloat16 scores would be the same for most pairs
-        rewards = segment_ends(logits.to(torch.float32), batch, 2 * self.groups, self.padding)
-        chosen, rejected = rewards[..., 0::2], rewards[..., 1::2]
-        real = self._real(batch)
+        rewards = labels.segment_ends(logits.to(torch.float32), batch, 2 * self.groups, self.padding)
+        chosen, rejected = halves(rewards)
+        there = self._real(batch)
         losses = -log_sigmoid(chosen - rejected)
         losses = losses + self.numbers["center_rewards_coefficient"] * (chosen + rejected).square()
 
         def mean(values: Tensor) -> Tensor:
-            return torch.where(real, values, 0.0).sum() / counts[0]
+            return torch.where(there, values, 0.0).sum() / counts[0]
 
-        both, number = torch.stack([chosen, rejected]).detach(), real.sum()
+        both, number = torch.stack([chosen, rejected]).detach(), there.sum()
         # of a micro-batch; as all that is logged is added up, each counts by its pairs
-        lowest = torch.where(real, both, torch.inf).flatten().amin(0)  # without a dimension XLA reduces none
-        highest = torch.where(real, both, -torch.inf).flatten().amax(0)
+        lowest = torch.where(there, both, torch.inf).flatten().amin(0)  # without a dimension XLA reduces none
+        highest = torch.where(there, both, -torch.inf).flatten().amax(0)
         low, high = (torch.where(number > 0, value, 0.0) * number / counts[0] for value in (lowest, highest))
         margins = both[0] - both[1]
         values = low, mean(both.mean(0)), high, mean((margins > 0).to(torch.float32)), mean(margins)

@@ -2,7 +2,17 @@
 
 from typing import ClassVar
 
-from shardwright.objectives.objective import KTO, MEDIA, Batch, Number, Objective, RecordShape, Tensor, text_shape
+from shardwright.objectives.objective import (
+    KTO,
+    MEDIA,
+    Batch,
+    Number,
+    Objective,
+    RecordShape,
+    Tensor,
+    labels,
+    text_shape,
+)
 
 _TURNS = "the assistant's turns"
 # in this order: a set with a rendered `text` beside its messages is a set of messages
@@ -56,6 +66,4 @@ class SupervisedTuning(Objective):
 
     def counts(self, batch: Batch) -> Tensor:
         """The scored targets, 0-d."""
-        from shardwright.models.ops.labels import scored_tokens
-
-        return scored_tokens(batch["labels"])
+        return labels.scored_tokens(batch["labels"])

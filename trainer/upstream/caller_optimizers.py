@@ -34,7 +34,7 @@ def optimizer_options(
     optimizer, scheduler = _pair(optimizers)
     if kind_and_numbers is not None:
         if optimizer is not None:
-            raise _refused("optimizer_cls_and_kwargs", "optimizers= too", "a run has one optimizer", "one of the two")
+            raise refused("optimizer_cls_and_kwargs", "optimizers= too", "a run has one optimizer", "one of the two")
         kind, numbers = kind_and_numbers
         stand_in = nn.Linear(1, 1)  # the class fills in its defaults
         optimizer = _made(kind, stand_in, numbers)
@@ -52,9 +52,9 @@ def _pair(optimizers: Any) -> tuple[Any, Any]:
     if optimizers is None:
         return None, None
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-        raise _refused(
+        raise refused(
             "optimizers",
-            f"{a_type(optimizers)}",
+            a_type(optimizers),
             "it is a pair: an optimizer and a schedule, or None for either",
             "optimizers=(torch.optim.AdamW(model.parameters(), …), None)",
         )
@@ -68,7 +68,7 @@ def _made(kind: Any, model: nn.Module, numbers: Any) -> Any:
         return kind(model.parameters(), **numbers)
     except (TypeError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
-        raise _refused("optimizer_cls_and_kwargs", text, "its class does not take these", _ADAMW) from error
+        raise refused("optimizer_cls_and_kwargs", text, "its class does not take these", _ADAMW) from error
 
 
 def _adam_options(optimizer: Any) -> dict[str, Any]:
@@ -77,16 +77,16 @@ def _adam_options(optimizer: Any) -> dict[str, Any]:
         raise _no_such(kind.__name__)
     groups = optimizer.param_groups
     if kind is torch.optim.Adam and any(group["weight_decay"] for group in groups):
-        raise _refused("optimizers", "torch's Adam with weight_decay", "it adds the decay to the gradients", _ADAMW)
+        raise refused("optimizers", "torch's Adam with weight_decay", "it adds the decay to the gradients", _ADAMW)
     for name in ("amsgrad", "maximize"):
         if any(group.get(name) for group in groups):
-            raise _refused("optimizers", f"{kind.__name__} with {name}", "AdamW here has no such thing", _ADAMW)
+            raise refused("optimizers", f"{kind.__name__} with {name}", "AdamW here has no such thing", _ADAMW)
     # a schedule has written the first step's rate in place of the peak, which it keeps beside
     rates = {float(group.get("initial_lr", group["lr"])) for group in groups}
     for name, values in {"lr": rates, **{n: {group[n] for group in groups} for n in ("betas", "eps")}}.items():
         if len(values) > 1:
             several = ", ".join(map(str, sorted(values)))
-            raise _refused("optimizers", f"groups with the {name} {several}", "a run has one for all", _ADAMW)
+            raise refused("optimizers", f"groups with the {name} {several}", "a run has one for all", _ADAMW)
     (rate,), (beta1, beta2) = rates, groups[0]["betas"]
     numbers = {"adam_beta1": float(beta1), "adam_beta2": float(beta2), "adam_epsilon": float(groups[0]["eps"])}
     return {"optim": "adamw", "learning_rate": rate, **numbers}
@@ -95,7 +95,7 @@ def _adam_options(optimizer: Any) -> dict[str, Any]:
 def _decay(optimizer: Any, model: PreTrainedModel | None) -> float:
     """The weight decay of an optimizer over all of ``model`` but biases and norms."""
     if model is None:
-        raise _refused("optimizers", "no model= whose weights it is of", "they are placed when a run begins", _ADAMW)
+        raise refused("optimizers", "no model= whose weights it is of", "they are placed when a run begins", _ADAMW)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [(group["weight_decay"], [names.get(id(p)) for p in group["params"]]) for group in optimizer.param_groups]
     held = {name for _, group in groups for name in group}
@@ -104,7 +104,7 @@ def _decay(optimizer: Any, model: PreTrainedModel | None) -> float:
         other = next(iter(sorted(wanted - held)), "a tensor of another model")
         why = "all weights are trained, or those of an adapter"
         instead = "an optimizer of all of model.parameters(); peft_config= trains an adapter"
-        raise _refused("optimizers", f"an optimizer with{'out' if wanted - held else ''} {other}", why, instead)
+        raise refused("optimizers", f"an optimizer with{'out' if wanted - held else ''} {other}", why, instead)
     decays = {decay for decay, _ in groups if decay}
     if not decays:
         return 0.0
@@ -113,7 +113,7 @@ def _decay(optimizer: Any, model: PreTrainedModel | None) -> float:
     spares = decayed == set(Trainer.get_decay_parameter_names(None, model)) & wanted  # type: ignore[arg-type]
     if len(decays) > 1 or not spares:
         found = f"weight_decay of {', '.join(map(str, sorted(decays)))}, on other weights than all but biases and norms"
-        raise _refused("optimizers", found, "that is what a run's weight_decay is on", _ADAMW)
+        raise refused("optimizers", found, "that is what a run's weight_decay is on", _ADAMW)
     return float(decays.pop())
 
 
@@ -124,8 +124,8 @@ def _schedule_options(scheduler: Any, args: TrainingArguments) -> dict[str, Any]
     words: Mapping[str, Any] = getattr(made, "keywords", None) or {}
     instead = "TrainingArguments(lr_scheduler_type=…, lr_scheduler_kwargs=…, warmup_steps=…)"
     if name not in _KINDS:
-        found = f"{a_type(scheduler)}" + (f" of {name}" if name else "")
-        raise _refused("optimizers", found, "rates are a function of the step, by transformers' schedules", instead)
+        found = a_type(scheduler) + (f" of {name}" if name else "")
+        raise refused("optimizers", found, "rates are a function of the step, by transformers' schedules", instead)
     kind, further = _KINDS[name]
     options = {key: words[key] for key in further if words.get(key) is not None}
     found_options: dict[str, Any] = {"lr_scheduler_type": kind, "warmup_steps": words.get("num_warmup_steps", 0)}
@@ -134,7 +134,7 @@ def _schedule_options(scheduler: Any, args: TrainingArguments) -> dict[str, Any]
     steps = words.get("num_training_steps")
     if steps is not None and steps != args.max_steps:
         said = ", ".join(f"{key}={value!r}" for key, value in found_options.items())
-        raise _refused(
+        raise refused(
             "optimizers",
             f"a schedule of {steps} steps, and max_steps={args.max_steps}",
             "a run's rates end with its own steps, which are counted once its rows are made",
@@ -144,7 +144,7 @@ def _schedule_options(scheduler: Any, args: TrainingArguments) -> dict[str, Any]
 
 
 def _no_such(name: str) -> UserError:
-    return _refused(
+    return refused(
         "optimizers",
         f"a {name}",
         "an update is a part of the step's one computation, and a file in trainer/optimizers/ says it",
@@ -152,5 +152,6 @@ def _no_such(name: str) -> UserError:
     )
 
 
-def _refused(name: str, found: str, why: str, instead: str) -> UserError:
+def refused(name: str, found: str, why: str, instead: str) -> UserError:
+    """The error of the constructor's argument ``name``."""
     return UserError(asked=f"{name}=…", found=found, why=why, instead=instead)

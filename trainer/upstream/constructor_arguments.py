@@ -13,11 +13,9 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError, a_type
+from shardwright.errors import a_type
 from shardwright.upstream.absent_names import KEYWORDS
-from shardwright.upstream.caller_optimizers import optimizer_options
-
-_NF4 = "nf4"
+from shardwright.upstream.caller_optimizers import optimizer_options, refused
 
 
 def translated(args: TrainingArguments, asked: Mapping[str, Any]) -> tuple[TrainingArguments, dict[str, Any]]:
@@ -27,16 +25,17 @@ def translated(args: TrainingArguments, asked: Mapping[str, Any]) -> tuple[Train
     """
     given = {name: value for name, value in asked.items() if value is not None}
     options: dict[str, Any] = {}
+    late: dict[str, Any] = {}  # what needs an adapter, which makes options of its own
     if given.pop("preprocess_logits_for_metrics", None) is not None:
         why = "no logits leave the devices"
-        raise _refused("preprocess_logits_for_metrics", "a function", why, KEYWORDS["preprocess_logits_for_metrics"])
+        raise refused("preprocess_logits_for_metrics", "a function", why, KEYWORDS["preprocess_logits_for_metrics"])
     _alias(given, "tokenizer", "processing_class")
     if (make := given.pop("model_init", None)) is not None:
         if "model" in given:
-            raise _refused("model_init", "model= too", "a run starts from one model", "one of the two")
+            raise refused("model_init", "model= too", "a run starts from one model", "one of the two")
         given["model"] = _called(make, args.seed)
     if (quantization := given.pop("quantization_config", None)) is not None:
-        options["base_dtype"] = _base_dtype(quantization)
+        late["base_dtype"] = _base_dtype(quantization)
     if (format_one := given.pop("formatting_func", None)) is not None:
         tokenizer = given.get("processing_class")
         end = tokenizer.eos_token if isinstance(tokenizer, PreTrainedTokenizerBase) else None
@@ -46,14 +45,13 @@ def translated(args: TrainingArguments, asked: Mapping[str, Any]) -> tuple[Train
         if args.split_special_tokens is None:  # the function writes a template's tokens by their names
             options["split_special_tokens"] = False
     pair, kind = given.pop("optimizers", None), given.pop("optimizer_cls_and_kwargs", None)
-    model = given.get("model")
-    held = model if isinstance(model, PreTrainedModel) else None
+    held = given["model"] if isinstance(given.get("model"), PreTrainedModel) else None
     options |= optimizer_options(pair, kind, args, held)
-    if (named := _tokenizer_of(held)) and "processing_class" not in given and args.tokenizer is None:
+    # the hub id or folder that the model was loaded from, whose tokenizer trl takes too
+    named = held is not None and held.config.name_or_path
+    if named and "processing_class" not in given and args.tokenizer is None:
         options["tokenizer"] = named
-    # an adapter makes options of its own, and base_dtype needs one: it is set last
-    given["options"] = {name: options.pop(name) for name in ("base_dtype",) if name in options}
-    return replace(args, **options) if options else args, given
+    return replace(args, **options) if options else args, {**given, "options": late}
 
 
 def with_longest(args: TrainingArguments, train: Dataset | IterableDataset | None) -> TrainingArguments:
@@ -64,7 +62,7 @@ def with_longest(args: TrainingArguments, train: Dataset | IterableDataset | Non
     if train is None or "input_ids" not in (train.column_names or ()):
         return args
     if isinstance(train, IterableDataset):
-        raise _refused(
+        raise refused(
             "args",
             "transformers' TrainingArguments with a stream of tokens",
             "rows have one length, which they do not say and a stream does not show",
@@ -79,7 +77,7 @@ def check_unused(**given: Any) -> None:
     """Refuse arguments of transformers' methods that would have no effect."""
     for name, value in given.items():
         if value is not None:
-            raise _refused(
+            raise refused(
                 name,
                 f"{value!r:.80}",
                 "a model's outputs are not gathered, and no search is made",
@@ -87,39 +85,27 @@ def check_unused(**given: Any) -> None:
             )
 
 
-def not_arguments(args: Any) -> UserError:
-    """The error of ``args`` that are neither ours nor transformers'."""
-    found = f"a {type(args).__module__}.{type(args).__qualname__}"
-    words = "shardwright.TrainingArguments(…), transformers' names; or transformers' own, or a config of trl's"
-    return _refused("args", found, "it is of another kind", words)
-
-
 def _alias(given: dict[str, Any], name: str, ours: str) -> None:
     if (value := given.pop(name, None)) is not None:
         if ours in given and given[ours] is not value:
-            raise _refused(name, f"{ours}= too", "they are two names of one thing", f"{ours}= alone")
+            raise refused(name, f"{ours}= too", "they are two names of one thing", f"{ours}= alone")
         given[ours] = value
 
 
 def _called(make: Any, seed: int) -> Any:
     """The model of ``model_init``, called as transformers calls it, with its random numbers from the run's seed."""
     if not callable(make):
-        found = f"{a_type(make)}"
-        raise _refused("model_init", found, "it is called for a model", "a function that returns a model, or model=")
+        instead = "a function that returns a model, or model="
+        raise refused("model_init", a_type(make), "it is called for a model", instead)
     torch.manual_seed(seed)
     return make(None) if inspect.signature(make).parameters else make()
 
 
-def _tokenizer_of(model: PreTrainedModel | None) -> str | None:
-    """The hub id or folder that ``model`` was loaded from, whose tokenizer trl takes too."""
-    return None if model is None else model.config.name_or_path or None
-
-
 def _base_dtype(quantization: Any) -> str:
     """The --base_dtype of transformers' ``BitsAndBytesConfig``: NF4; its scales are kept whole, quantized or not."""
-    if getattr(quantization, "load_in_4bit", False) and quantization.bnb_4bit_quant_type == _NF4:
-        return _NF4
-    raise _refused(
+    if getattr(quantization, "load_in_4bit", False) and quantization.bnb_4bit_quant_type == "nf4":
+        return "nf4"
+    raise refused(
         "quantization_config",
         f"{a_type(quantization)} that asks for something else than NF4",
         "the frozen model under an adapter is packed while it is read",
@@ -137,7 +123,7 @@ def formatted(name: str, records: Any, format_one: Any, end: str | None) -> Any:
         return {key: formatted(name, each, format_one, end) for key, each in records.items()}
     if not isinstance(records, Dataset | IterableDataset):
         found, why = f"{name}={records}", "it is called with records that Python holds"
-        raise _refused("formatting_func", found, why, f"datasets.load_dataset(…) as {name}")
+        raise refused("formatting_func", found, why, f"datasets.load_dataset(…) as {name}")
     make = functools.partial(_text, format_one, end)
     made = records.map(make, remove_columns=list(records.column_names or ()))
     return made.select_columns(["text"])
@@ -148,13 +134,9 @@ def _text(format_one: Any, end: str | None, record: Any) -> dict[str, str]:
         text = format_one(record)
     except Exception as error:  # a caller's function may raise anything
         found, why = f"{type(error).__name__}: {str(error)[:300]}", "it was called with one record"
-        raise _refused("formatting_func", found, why, "a function of one record that returns its text") from error
+        raise refused("formatting_func", found, why, "a function of one record that returns its text") from error
     if not isinstance(text, str):
         why = "it is called with one record at a time, as trl's is"
         found = f"it returned {a_type(text)}"
-        raise _refused("formatting_func", found, why, "a function of one record that returns its text, one string")
+        raise refused("formatting_func", found, why, "a function of one record that returns its text, one string")
     return {"text": text if end is None else text.removesuffix(end)}  # each text ends with that token
-
-
-def _refused(name: str, found: str, why: str, instead: str) -> UserError:
-    return UserError(asked=f"{name}=…", found=found, why=why, instead=instead)

@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS
 
 OURS, UNNEEDED, MISSING = "ours", "not needed", "not to be had"
-_OFF = {"", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}"}  # values that ask for nothing
+_OFF = {"", "none", "null", "off", "0.0", "[]", "{}", *FALSE_WORDS}  # values that ask for nothing
 
 Reader = Callable[[Any], Any]
 
@@ -50,7 +50,8 @@ class Entry:
             text = "true" if text in TRUE_WORDS else "false" if text in FALSE_WORDS else text
         if text in self.at:
             return self.at[text]
-        return NOTHING if self.kind == MISSING and text in _OFF else self
+        off = text in _OFF and (self.kind == MISSING or (self.kind == OURS and not self.name))
+        return NOTHING if off else self
 
     @property
     def quiet(self) -> bool:
@@ -60,9 +61,10 @@ class Entry:
     def made(self, value: Any) -> dict[str, Any]:
         """Our options and their values for ``value``; ValueError if it is none that they can take."""
         read = self.read(value) if self.read else plain(value)
-        return {**({self.name: read} if self.name and not self.suffix else {}), **self.options}
+        return {**({self.name: read} if self.name else {}), **self.options}
 
 
+Cells = Mapping[str, Entry | str | tuple[str, str]]
 NOTHING = Entry(UNNEEDED, why="it asks for nothing")
 DEFAULT = Entry(UNNEEDED, why="it is the default")
 
@@ -91,52 +93,62 @@ def plain(value: Any) -> Any:
     return value
 
 
-def ours(name: str, why: str = "", read: Reader | None = None, *, many: bool = False, **more: Any) -> Entry:
+def table(cells: Cells) -> dict[str, Entry]:
+    """Arguments, or values of one, by names with blanks between them → what becomes of each.
+
+    That is an entry; in words why it is not needed; or why it is not to be had, and what to use.
+    """
+    found: dict[str, Entry] = {}
+    for names, cell in cells.items():
+        entry = unneeded(cell) if isinstance(cell, str) else missing(*cell) if isinstance(cell, tuple) else cell
+        found |= dict.fromkeys(names.split() or [names], entry)
+    return found
+
+
+def ours(name: str, why: str = "", read: Reader | None = None, at: Cells | None = None, **more: Any) -> Entry:
     """An argument whose value our option ``name`` takes; ``more``: of the entry."""
-    return Entry(OURS, name, read, why=why, many=many, **more)
+    return Entry(OURS, name, read, why=why, at=table(at or {}), **more)
 
 
-def behind(name: str, mark: str, **more: Any) -> Entry:
-    """An argument whose value is written behind that of our option ``name``, after ``mark``."""
-    return Entry(OURS, name, suffix=mark, **more)
+def listed(name: str, why: str = "", **more: Any) -> Entry:
+    """An argument of several names, which our option ``name`` takes with commas between them."""
+    return ours(name, why, words, many=True, **more)
 
 
-def sets(why: str = "", at: Mapping[str, Entry] | None = None, **options: Any) -> Entry:
+def sets(why: str = "", at: Cells | None = None, **options: Any) -> Entry:
     """An argument that stands for our ``options``."""
-    return Entry(OURS, options=options, why=why, at=at or {})
+    return Entry(OURS, options=options, why=why, at=table(at or {}))
 
 
-def fills(why: str = "", at: Mapping[str, Entry] | None = None, **options: Any) -> Entry:
+def fills(why: str = "", **options: Any) -> Entry:
     """An argument that stands for our ``options`` where nothing else sets them."""
-    return Entry(OURS, fill=options, why=why, at=at or {})
+    return Entry(OURS, fill=options, why=why)
 
 
-def unneeded(why: str, at: Mapping[str, Entry] | None = None, *, many: bool = False) -> Entry:
+def unneeded(why: str, at: Cells | None = None) -> Entry:
     """An argument that is taken and has no effect, because …"""
-    return Entry(UNNEEDED, why=why, at=at or {}, many=many)
+    return Entry(UNNEEDED, why=why, at=table(at or {}), many=True)
 
 
-def missing(
-    why: str, instead: str, at: Mapping[str, Entry] | None = None, *, many: bool = False, **nearest: Any
-) -> Entry:
+def missing(why: str, instead: str, at: Cells | None = None, **nearest: Any) -> Entry:
     """An argument that is refused, because …; ``nearest``: the options that a port takes in its place."""
-    return Entry(MISSING, why=why, instead=instead, at=at or {}, options=nearest, many=many)
-
-
-def all_of(names: str, entry: Entry) -> dict[str, Entry]:
-    """The same entry for each of ``names``, with blanks between them."""
-    return dict.fromkeys(names.split(), entry)
+    return Entry(MISSING, why=why, instead=instead, at=table(at or {}), options=nearest, many=True)
 
 
 def under(names: str) -> Entry:
     """The name of a column, a key or a role in records, which is read if it is one of ``names``."""
-    at = all_of(names, NOTHING)
-    return missing("it is read under another name", f"records that have it as {' or '.join(at)}", at=at)
+    instead = f"records that have it as {' or '.join(names.split())}"
+    return missing("it is read under another name", instead, {names: NOTHING})
 
 
 def same(names: str) -> dict[str, Entry]:
     """Arguments that are options here under the same names."""
     return {name: ours(name) for name in names.split()}
+
+
+def renamed(**names: str) -> dict[str, Entry]:
+    """Arguments (theirs=ours) that are options here under other names."""
+    return {theirs: ours(name) for theirs, name in names.items()}
 
 
 def share(value: Any) -> float:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from shardwright.arguments.known_flags.entry import word
 from shardwright.arguments.known_flags.flag_words import refusal
-from shardwright.arguments.known_flags.translate import Translation, translated
+from shardwright.arguments.known_flags.translate import Translation, look_up, translated
 from shardwright.errors import UserError
 
 Kind = TypeVar("Kind", bound=type)
@@ -19,7 +19,8 @@ def takes_known_flags(kind: Kind) -> Kind:
 
     @functools.wraps(made)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
-        found = translated(options.items(), {each.name for each in fields(kind)})
+        known = {each.name for each in fields(kind)}
+        found = translated(options.items(), known, look_up(known))
         made(self, *values, **options_of(found, kind.__name__))
 
     kind.__init__ = __init__  # type: ignore[misc]
@@ -32,7 +33,14 @@ def options_of(found: Translation, asked: str) -> dict[str, Any]:
     Raises UserError for all that can't be taken, or two arguments that set one option to two values. ``asked``: of what
     they are arguments.
     """
-    refuse(found, asked)
+    if found.refused:
+        names = ", ".join(f"{each.name}={word(each.value):.80}" for each in found.refused)
+        raise UserError(
+            asked=f"{asked}({names})",
+            found="\n           ".join(refusal(each, found.known).rstrip(";") for each in found.refused),
+            why="an argument that had no effect would be another run than it says",
+            instead="the same without; docs/reference/flags.md has what takes the place of each",
+        )
     set_by: dict[str, tuple[str, Any]] = {}
     for each in found.outcomes:
         for name, value in each.options.items():
@@ -47,17 +55,3 @@ def options_of(found: Translation, asked: str) -> dict[str, Any]:
     for note in found.notes:
         print(note, file=sys.stderr)
     return found.fill | found.options
-
-
-def refuse(found: Translation, asked: str) -> None:
-    """Raises UserError for all arguments of a translation that are refused, unless there are none."""
-    if not found.refused:
-        return
-    lines = [line.rstrip(";") for line in refusal(found.refused, found.known)]
-    names = ", ".join(f"{each.name}={word(each.value):.80}" for each in found.refused)
-    raise UserError(
-        asked=f"{asked}({names})",
-        found="\n           ".join(lines),
-        why="an argument that had no effect would be another run than it says",
-        instead="the same without; docs/reference/flags.md has what takes the place of each",
-    )

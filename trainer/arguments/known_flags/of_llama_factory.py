@@ -4,33 +4,38 @@ from shardwright.arguments.known_flags.dataset_words import held_out, only_one, 
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
-    Entry,
-    all_of,
+    Cells,
     fills,
+    listed,
     missing,
     ours,
+    renamed,
     same,
     sets,
     under,
     unneeded,
-    words,
 )
 from shardwright.arguments.known_flags.of_transformers import (
+    BITS,
+    CACHED,
     DOWNLOAD,
     HELD_OUT,
     KERNELS,
     LOADER,
-    NO_CODE,
+    NF4_ALONE,
     REMAT,
+    SCALES,
     WANDB,
 )
-from shardwright.arguments.known_flags.of_trl import CUT, REFERENCE, RL
+from shardwright.arguments.known_flags.of_trl import ALIKE, CUT, NO_CHOSEN, OTHER_REFERENCE, REFERENCE, RL
 
-NO_FREEZE = missing("some layers alone are trained by an adapter of them", "--lora_r 16 --layers_to_transform 24:32")
-NO_GALORE = missing("there is no GaLore, APOLLO or BAdam here", "--lora_r 16, or --optim adafactor")
-ADAPTER_ALONE = unneeded("OUTPUT_DIR/model is written as the hub has it; scripts/export.py writes other formats")
-PICTURES = unneeded("a model's text part is what is trained")
-SAMPLING = unneeded("--sample_temperature and --sample_top_p say how sample answers are drawn")
+NO_FREEZE = ("some layers alone are trained by an adapter of them", "--lora_r 16 --layers_to_transform 24:32")
+NO_CONFIG = ("the model's config says it", "a config.json with it, in the folder of --model")
+AS_IT_IS = "a conversation is rendered as it is"
+NO_SYSTEM = missing(AS_IT_IS, "a first message of the role system in each record")
+BY_COLUMNS = "records are recognised by their columns"
+NO_FP8 = missing("no step computes in FP8", "--bf16 true", bf16=True)
+STOPPED = ("a callback stops a run", "callbacks=[EarlyStoppingCallback(2)] in Python")
 # keys of an entry of dataset_info.json, which a port puts in the place of its name → the names that are read here
 _NAMES = {
     "columns.prompt": "instruction prompt",
@@ -48,95 +53,77 @@ _NAMES = {
     "tags.system_tag": "system",
 }
 
-ARGUMENTS: dict[str, Entry] = {
+ARGUMENTS: Cells = {
     # the model
-    "model_name_or_path": ours("model"),
+    **renamed(train_from_scratch="from_scratch"),
     "adapter_name_or_path": ours("adapter", read=only_one),
-    "create_new_adapter": missing("a run trains one adapter", "scripts/export.py --merge, and --model with that"),
+    "create_new_adapter": ("a run trains one adapter", "scripts/export.py --merge, and --model with that"),
     "model_revision": ours("revision", at={"main": DEFAULT}),
-    **all_of("cache_dir hf_hub_token ms_hub_token om_hub_token", DOWNLOAD),
-    **all_of("use_fast_tokenizer low_cpu_mem_usage print_param_status", unneeded("it is always so, and said")),
-    **all_of(
-        "resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens",
-        missing("a model is trained with the tokens that it has", "a folder with the larger embedding, as --model"),
+    "hf_hub_token ms_hub_token om_hub_token": DOWNLOAD,
+    "use_fast_tokenizer low_cpu_mem_usage print_param_status": "it is always so, and said",
+    "resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens": (
+        "a model is trained with the tokens that it has",
+        "a folder with the larger embedding, as --model",
     ),
     **same("split_special_tokens"),
-    **all_of("flash_attn enable_liger_kernel use_unsloth use_v1_kernels", KERNELS),
-    **all_of("use_unsloth_gc use_reentrant_gc", REMAT),
+    "flash_attn enable_liger_kernel use_unsloth use_v1_kernels": KERNELS,
+    "use_unsloth_gc use_reentrant_gc": REMAT,
     "disable_gradient_checkpointing": sets(at={"false": REMAT}, compute="remat=none"),
-    **all_of(
-        "shift_attn mixture_of_depths",
-        missing("a model is trained as its config has it", "--mesh sequence=4 for long rows"),
-    ),
-    "rope_scaling": missing("the model's config says it", "a config.json with it, in the folder of --model"),
-    **all_of("upcast_layernorm upcast_lmhead_output", unneeded("norms and the loss are computed in float32")),
-    "moe_aux_loss_coef": missing("the model's config has the coefficient", "--compute router_loss=true"),
-    "train_from_scratch": ours("from_scratch"),
-    "trust_remote_code": NO_CODE,
-    "quantization_bit": missing(
-        "a frozen base has no such size",
-        "--base_dtype nf4, int8 or mxfp4",
-        at={
-            "4": sets("the frozen base in NF4", base_dtype="nf4"),
-            "8": sets("the frozen base in int8", base_dtype="int8"),
-        },
-    ),
+    "shift_attn mixture_of_depths": ("a model is trained as its config has it", "--mesh sequence=4 for long rows"),
+    "rope_scaling": NO_CONFIG,
+    "upcast_layernorm upcast_lmhead_output": "norms and the loss are computed in float32",
+    "moe_aux_loss_coef": ("the model's config has the coefficient", "--compute router_loss=true"),
+    "quantization_bit": BITS,
     "quantization_method": missing(
         "a base is quantized as it is read",
         "--base_dtype nf4, int8, mxfp4",
-        at=all_of("bnb bitsandbytes", unneeded("--base_dtype says it")),
+        at={"bnb bitsandbytes": "--base_dtype says it"},
     ),
-    "quantization_type": missing(
-        "no base is stored so", "--base_dtype nf4", at={"nf4": unneeded("it is what --base_dtype nf4 means")}
+    "quantization_type": NF4_ALONE,
+    "double_quantization quantization_device_map": SCALES,
+    (
+        "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen "
+        "freeze_vision_tower freeze_multi_modal_projector"
+    ): "a model's text part is what is trained",
+    "freeze_language_model": ("a model's text part is what is trained", "nothing"),
+    "export_dir export_size export_device export_legacy_format export_hub_model_id": unneeded(
+        "OUTPUT_DIR/model is written as the hub has it; scripts/export.py writes other formats"
     ),
-    **all_of("double_quantization quantization_device_map", unneeded("NF4 takes 4.5 bits a weight, its scales too")),
-    **all_of("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen", PICTURES),
-    **all_of("freeze_vision_tower freeze_multi_modal_projector", PICTURES),
-    "freeze_language_model": missing("a model's text part is what is trained", "nothing"),
-    **all_of("export_dir export_size export_device export_legacy_format export_hub_model_id", ADAPTER_ALONE),
-    **all_of("infer_backend infer_dtype offload_folder use_kv_cache", unneeded("a run trains")),
+    "infer_backend infer_dtype offload_folder use_kv_cache": "a run trains",
     # the data
     "dataset": ours(
         "dataset", "a name that no dataset_info.json has is for you to replace by a file or hub id", several
     ),
     "eval_dataset": ours("eval_dataset", read=held_out),
-    "dataset_dir": unneeded("--dataset takes files and hub ids; names in a dataset_info.json there are looked up"),
-    **all_of("dataset.formatting dataset.ranking", unneeded("records are recognised by their columns")),
+    "dataset_dir": "--dataset takes files and hub ids; names in a dataset_info.json there are looked up",
+    "dataset.formatting dataset.ranking": BY_COLUMNS,
     **{f"dataset.{name}": under(names) for name, names in _NAMES.items()},
-    **all_of(
+    (
         "dataset.ms_hub_url dataset.om_hub_url dataset.script_url dataset.cloud_file_name dataset.load_from "
-        "dataset.folder",
-        missing("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
-    ),
+        "dataset.folder"
+    ): ("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
     "dataset.file_sha1": NOTHING,
-    "dataset.num_samples": missing("a dataset is taken whole, or by its share of the rows", "--dataset a:0.7,b:0.3"),
+    "dataset.num_samples": ("a dataset is taken whole, or by its share of the rows", "--dataset a:0.7,b:0.3"),
     "template": unneeded(
         "a conversation is rendered with the tokenizer's own template",
         at={"chatml": sets(chat_template="chatml")},
     ),
-    "cutoff_len": ours("sequence_length"),
+    **renamed(cutoff_len="sequence_length", buffer_size="shuffle_rows"),
     **same("train_on_prompt streaming max_samples packing"),
-    "neat_packing": sets(at={"false": NOTHING}, packing=True, isolate_documents=True),
+    "neat_packing": sets(packing=True, isolate_documents=True),
     "mask_history": missing("each answer of a conversation is learned", "--train_on last", train_on="last"),
-    "buffer_size": ours("shuffle_rows"),
-    **all_of(
-        "mix_strategy interleave_probs",
-        missing("shares are said with the datasets", "--dataset a.jsonl:0.7,b.jsonl:0.3", at={"concat": DEFAULT}),
+    "mix_strategy interleave_probs": missing(
+        "shares are said with the datasets", "--dataset a.jsonl:0.7,b.jsonl:0.3", at={"concat": DEFAULT}
     ),
-    **all_of(
-        "overwrite_cache tokenized_path data_shared_file_system",
-        unneeded("a cache of rows is known by what it was made of"),
-    ),
-    **all_of("preprocessing_batch_size preprocessing_num_workers", LOADER),
-    "ignore_pad_token_for_loss": unneeded("padding is never learned"),
+    "tokenized_path data_shared_file_system": CACHED,
+    "preprocessing_batch_size": LOADER,
+    "ignore_pad_token_for_loss": "padding is never learned",
     "val_size": HELD_OUT,
-    "eval_on_each_dataset": missing("sets are evaluated by their names", "--eval_dataset chat=a.jsonl,code=b.jsonl"),
-    "tool_format": unneeded("the tokenizer's template writes tools"),
-    "default_system": missing(
-        "a conversation is rendered as it is", "a first message of the role system in each record"
-    ),
-    "enable_thinking": unneeded("a conversation is rendered as it is"),
-    "preserve_thinking": unneeded("--train_on says of which turns the reasoning is learned"),
+    "eval_on_each_dataset": ("sets are evaluated by their names", "--eval_dataset chat=a.jsonl,code=b.jsonl"),
+    "tool_format": "the tokenizer's template writes tools",
+    "default_system": NO_SYSTEM,
+    "enable_thinking": unneeded(AS_IT_IS),
+    "preserve_thinking": "--train_on says of which turns the reasoning is learned",
     # what is trained, and how
     "stage": missing(
         "there is no such objective here",
@@ -160,19 +147,20 @@ ARGUMENTS: dict[str, Entry] = {
         },
     ),
     **same("lora_alpha lora_dropout use_rslora use_dora"),
-    "lora_rank": ours("lora_r"),
-    "lora_target": ours("lora_target", read=words, at={"all": sets("all linear layers", lora_target="all-linear")}),
-    "additional_target": ours("modules_to_save", read=words),
-    "pissa_init": sets(at={"false": NOTHING}, init_lora_weights="pissa"),
-    **all_of(
-        "pissa_iter pissa_convert",
-        unneeded("--init_lora_weights pissa_niter_16 says the first; an adapter is written as PEFT reads it"),
+    "lora_target": listed("lora_target", at={"all": sets("all linear layers", lora_target="all-linear")}),
+    "additional_target": listed("modules_to_save"),
+    "pissa_init": sets(init_lora_weights="pissa"),
+    "pissa_iter pissa_convert": unneeded(
+        "--init_lora_weights pissa_niter_16 says the first; an adapter is written as PEFT reads it"
     ),
-    **all_of(
-        "loraplus_lr_ratio loraplus_lr_embedding", missing("all factors have one learning rate", "--learning_rate")
+    "loraplus_lr_ratio loraplus_lr_embedding": ("all factors have one learning rate", "--learning_rate"),
+    "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro": NO_FREEZE,
+    **renamed(
+        pref_beta="beta",
+        dpo_label_smoothing="label_smoothing",
+        kto_chosen_weight="desirable_weight",
+        kto_rejected_weight="undesirable_weight",
     ),
-    **all_of("freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro", NO_FREEZE),
-    "pref_beta": ours("beta"),
     "pref_loss": missing(
         "there is no such loss here",
         "--objective dpo, ipo, orpo, simpo or kto",
@@ -182,39 +170,36 @@ ARGUMENTS: dict[str, Entry] = {
             **{name: sets(objective=name) for name in ("ipo", "orpo", "simpo")},
         },
     ),
-    "pref_ftx": missing("no likelihood of the chosen answer is added", "--objective orpo"),
-    "pref_bco_weight": missing("there is no BCO here", "--objective dpo"),
-    "dpo_label_smoothing": ours("label_smoothing"),
-    "kto_chosen_weight": ours("desirable_weight"),
-    "kto_rejected_weight": ours("undesirable_weight"),
+    "pref_ftx": NO_CHOSEN,
+    "pref_bco_weight": ("there is no BCO here", "--objective dpo"),
     **same("simpo_gamma"),
-    "ref_model": missing("the reference is the starting weights", "--model, which is where the run starts"),
-    **all_of("ref_model_adapters ref_model_quantization_bit", REFERENCE),
-    **all_of("ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards", RL),
-    **all_of("reward_model reward_model_adapters reward_model_quantization_bit reward_model_type", RL),
-    "ld_alpha": missing("each answer's tokens count alike", "--objective simpo, which takes their mean"),
-    **all_of(
+    "ref_model": OTHER_REFERENCE,
+    "ref_model_adapters ref_model_quantization_bit": REFERENCE,
+    (
+        "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters "
+        "reward_model_quantization_bit reward_model_type"
+    ): RL,
+    "ld_alpha": ALIKE,
+    (
         "use_galore galore_target galore_rank galore_update_interval galore_scale use_apollo apollo_target apollo_rank "
-        "use_badam badam_mode use_adam_mini",
-        NO_GALORE,
-    ),
-    "use_muon": sets(at={"false": NOTHING}, optim="muon"),
-    "pure_bf16": sets("weights in bfloat16", at={"false": NOTHING}, bf16=True, weight_dtype="bfloat16"),
-    **all_of("use_dft_loss use_asft_loss use_eaft_loss", missing("there is no such loss here", "--objective sft")),
-    **all_of("swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key", WANDB),
-    "use_swanlab": sets(at={"false": NOTHING}, report_to="swanlab"),
-    "compute_accuracy": unneeded("an evaluation has the share of tokens guessed right"),
-    "disable_shuffling": missing("the order is drawn anew for each epoch", "--seed, which draws the same one again"),
-    "early_stopping_steps": missing("a callback stops a run", "callbacks=[EarlyStoppingCallback(2)] in Python"),
-    "plot_loss": unneeded("the curve is in OUTPUT_DIR/report.html"),
-    "include_effective_tokens_per_second": unneeded("the log has tokens a second"),
-    **all_of(
-        "ray_num_workers ray_init_kwargs ray_run_name ray_storage_path resources_per_worker placement_strategy",
-        unneeded("scripts/launch.py ray starts a run on Ray"),
+        "use_badam badam_mode use_adam_mini"
+    ): ("there is no GaLore, APOLLO or BAdam here", "--lora_r 16, or --optim adafactor"),
+    "use_muon": sets(optim="muon"),
+    "pure_bf16": sets("weights in bfloat16", bf16=True, weight_dtype="bfloat16"),
+    "use_dft_loss use_asft_loss use_eaft_loss": ("there is no such loss here", "--objective sft"),
+    "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key": WANDB,
+    "use_swanlab": sets(report_to="swanlab"),
+    "compute_accuracy": "an evaluation has the share of tokens guessed right",
+    "disable_shuffling": ("the order is drawn anew for each epoch", "--seed, which draws the same one again"),
+    "early_stopping_steps": STOPPED,
+    "plot_loss": "the curve is in OUTPUT_DIR/report.html",
+    "include_effective_tokens_per_second": "the log has tokens a second",
+    "ray_num_workers ray_init_kwargs ray_run_name ray_storage_path resources_per_worker placement_strategy": unneeded(
+        "scripts/launch.py ray starts a run on Ray"
     ),
     "truncation_side": CUT,
-    **all_of(
-        "do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty predict_with_generate", SAMPLING
+    "do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty predict_with_generate": unneeded(
+        "--sample_temperature and --sample_top_p say how sample answers are drawn"
     ),
-    "fp8": missing("no step computes in FP8", "--bf16 true", bf16=True),
+    "fp8": NO_FP8,
 }

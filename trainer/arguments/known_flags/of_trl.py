@@ -3,88 +3,98 @@
 from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
-    NOTHING,
-    Entry,
-    all_of,
-    behind,
+    Cells,
     fills,
+    listed,
     missing,
     ours,
+    renamed,
     same,
     sets,
+    table,
     unneeded,
-    words,
 )
+from shardwright.arguments.known_flags.of_peft import PARAMETERS, PLACE, TARGETS
 from shardwright.arguments.known_flags.of_transformers import (
     COLUMNS,
-    DTYPE,
+    EXAMPLES,
     HELD_OUT,
+    IN_4_BITS,
+    IN_8_BITS,
     KERNELS,
     LOADER,
+    NF4_ALONE,
     NO_CODE,
     REMAT,
+    SCALES,
 )
 
-MODEL_KWARGS = missing("a model is built from its config", "--model, --revision, --bf16, --compute attention=…")
-ROUTER = missing("the model's config has the coefficient", "--compute router_loss=true, which adds that loss")
-ROWS = unneeded("rows are packed, or padded to a few fixed lengths, each compiled once")
+_EXAMPLES = table(EXAMPLES)
+ROWS = "rows are packed, or padded to a few fixed lengths, each compiled once"
 OFFLOAD = missing("the recipe says what the backward keeps", "--compute remat=offload", compute="remat=offload")
-REFERENCE = unneeded("what the starting weights say is computed once, before the first step")
-SYNC = missing("the reference is the starting weights", "nothing; each run is one reference")
-NO_LOSS = missing("there is no such loss here", "--loss_type sigmoid, or --objective dpo, ipo, orpo, simpo, kto")
-RL = missing(
+REFERENCE = "what the starting weights say is computed once, before the first step"
+OTHER_REFERENCE = missing("the reference is the starting weights", "--model, which is where the run starts")
+_OF_REFERENCE: Cells = {
+    "precompute_ref_log_probs precompute_ref_batch_size": REFERENCE,
+    "sync_ref_model": missing(OTHER_REFERENCE.why, "nothing; each run is one reference"),
+    "ref_model_mixup_alpha ref_model_sync_steps": "they say something of a moving reference alone",
+}
+ALIKE = ("each answer's tokens count alike", "--objective simpo, which takes their mean")
+NO_CHOSEN = ("no likelihood of the chosen answer is added", "--objective orpo")
+NO_LOSS = ("there is no such loss here", "--loss_type sigmoid, or --objective dpo, ipo, orpo, simpo, kto")
+RL = (
     "nothing is generated while a run trains: there is no GRPO and no PPO here",
     "--objective dpo or kto on answers ranked before",
 )
-NO_TOKEN = unneeded("padding is never learned")
-LONG = unneeded("samples longer than --sequence_length are cut, counted and said (--overflow)")
-ROWS_ONLY = unneeded("--packing alone says whether samples share rows")
+SHUFFLED = "the order is drawn anew for each epoch"
 CUT = missing(
     "a sample is cut at one of its ends",
     "--overflow truncate_right or truncate_left",
     at={
-        **all_of("keep_start right", sets(overflow="truncate_right")),
-        **all_of("keep_end left", sets(overflow="truncate_left")),
+        "keep_start right": sets(overflow="truncate_right"),
+        "keep_end left": sets(overflow="truncate_left"),
     },
 )
 
-COMMON: dict[str, Entry] = {
-    "model_init_kwargs": MODEL_KWARGS,
+COMMON: Cells = {
+    "model_init_kwargs": ("a model is built from its config", "--model, --revision, --bf16, --compute attention=…"),
     "trust_remote_code": NO_CODE,
-    "router_aux_loss_coef": ROUTER,
+    "router_aux_loss_coef": (
+        "the model's config has the coefficient",
+        "--compute router_loss=true, which adds that loss",
+    ),
     "dataset_num_proc": LOADER,
-    "max_length": ours("sequence_length"),
+    **renamed(max_length="sequence_length", chat_template_path="chat_template"),
     "pad_to_multiple_of": ROWS,
     "activation_offloading": OFFLOAD,
-    "pad_token": NO_TOKEN,
-    "eos_token": missing("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
-    "disable_dropout": unneeded("dropout is what the model's config says, which is none since Llama"),
-    "chat_template_path": ours("chat_template"),
+    "pad_token": "padding is never learned",
+    "eos_token": ("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
+    "disable_dropout": "dropout is what the model's config says, which is none since Llama",
 }
 
 # the `datasets` of a YAML file: a mixture, each by its place and its share
-MIXTURE: dict[str, Entry] = {
+MIXTURE: Cells = {
     "datasets": ours("dataset", "without fractions they are mixed by their sizes", several),
-    "datasets.columns": unneeded("columns say what records are"),
-    "datasets.data_dir": missing("a dataset is taken whole", "--dataset with a folder of its files"),
-    "streaming": ours("streaming"),
+    "datasets.columns": "columns say what records are",
+    "datasets.data_dir": ("a dataset is taken whole", "--dataset with a folder of its files"),
+    **same("streaming"),
     "test_split_size": HELD_OUT,
 }
 
-SFT: dict[str, Entry] = {
+SFT: Cells = {
     **COMMON,
-    "dataset_text_field": ours("text_column", at={"text": unneeded("columns say what records are")}),
+    "dataset_text_field": ours("text_column", at={"text": "columns say what records are"}),
     "dataset_kwargs": missing(
         "records are read by their columns",
         "docs/data.md, which lists the shapes",
         at={"skip_prepare_dataset=true": COLUMNS},
     ),
     "truncation_mode": CUT,
-    "shuffle_dataset": unneeded("the order is drawn anew for each epoch"),
-    "packing": ours("packing"),
-    "packing_strategy": unneeded("rows are packed by best fit"),
+    "shuffle_dataset": SHUFFLED,
+    **same("packing"),
+    "packing_strategy": "rows are packed by best fit",
     "padding_free": ROWS,
-    "eval_packing": ROWS_ONLY,
+    "eval_packing": "--packing alone says whether samples share rows",
     "completion_only_loss": unneeded(
         "the loss is on completions",
         at={"true": DEFAULT, "false": sets("the prompt is learned too", train_on_prompt=True)},
@@ -96,171 +106,121 @@ SFT: dict[str, Entry] = {
     "loss_type": ours(
         "loss_type",
         at={
-            **all_of("nll chunked_nll", unneeded("it is the loss of --objective sft")),
-            "dft": missing("there is no DFT here", "--objective sft"),
+            "nll chunked_nll": "it is the loss of --objective sft",
+            "dft": ("there is no DFT here", "--objective sft"),
         },
     ),
 }
 
-DPO: dict[str, Entry] = {
+DPO: Cells = {
     **COMMON,
-    **same("beta label_smoothing"),
+    **_OF_REFERENCE,
+    **same("beta label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau"),
     "truncation_mode": CUT,
     "padding_free": ROWS,
-    **all_of("precompute_ref_log_probs precompute_ref_batch_size", REFERENCE),
-    "loss_type": ours(
+    "loss_type": listed(
         "loss_type",
-        read=words,
-        many=True,
         at={
-            "sigmoid": unneeded("it is the loss of --objective dpo"),
+            "sigmoid": "it is the loss of --objective dpo",
             "ipo": sets(objective="ipo"),
             "orpo": sets(objective="orpo"),
             "simpo": sets(objective="simpo"),
             "kto_pair": missing("KTO takes single answers here", "--objective kto", objective="kto"),
         },
     ),
-    "loss_weights": ours("loss_weights", read=words, many=True),
-    "ld_alpha": missing("each answer's tokens count alike", "--objective simpo, which takes their mean"),
-    **same("f_divergence_type f_alpha_divergence_coef discopop_tau"),
+    "loss_weights": listed("loss_weights"),
+    "ld_alpha": ALIKE,
     "use_weighting": NO_LOSS,
-    "sync_ref_model": SYNC,
-    **all_of("ref_model_mixup_alpha ref_model_sync_steps", unneeded("they say something of a moving reference alone")),
 }
 
-KTO: dict[str, Entry] = {
+KTO: Cells = {
     **COMMON,
+    **_OF_REFERENCE,
     **same("beta desirable_weight undesirable_weight"),
-    "loss_type": ours(
-        "loss_type",
-        at={"kto": unneeded("it is the loss of --objective kto")},
-    ),
-    **{
-        name: DPO[name]
-        for name in (
-            "precompute_ref_log_probs",
-            "precompute_ref_batch_size",
-            "sync_ref_model",
-            "ref_model_mixup_alpha",
-            "ref_model_sync_steps",
-        )
-    },
+    "loss_type": ours("loss_type", at={"kto": "it is the loss of --objective kto"}),
 }
 
-REWARD: dict[str, Entry] = {**COMMON, **same("center_rewards_coefficient")}
+REWARD: Cells = {**COMMON, **same("center_rewards_coefficient")}
 
-GRPO: dict[str, Entry] = {
+GRPO: Cells = {
     **COMMON,
-    "shuffle_dataset": SFT["shuffle_dataset"],
-    "loss_type": RL,
-    "beta": RL,
-    **all_of(
-        "cast_lm_head_to_fp32 num_generations num_generations_eval max_completion_length ds3_gather_for_generation "
-        "generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs "
-        "chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl "
-        "vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port "
-        "vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
-        "vllm_tensor_parallel_size num_iterations epsilon delta epsilon_high sapo_temperature_neg "
-        "sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level "
-        "reward_weights multi_objective_aggregation scale_rewards mask_truncated_completions sync_ref_model "
-        "ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy "
-        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target max_tool_calling_iterations "
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min off_policy_mask_threshold use_bias_correction_kl log_completions "
-        "log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo "
-        "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
-        "vllm_importance_sampling_cap",
-        RL,
-    ),
+    "shuffle_dataset": SHUFFLED,
+    (
+        "loss_type beta cast_lm_head_to_fp32 num_generations num_generations_eval max_completion_length "
+        "ds3_gather_for_generation generation_batch_size steps_per_generation temperature top_p top_k min_p "
+        "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode "
+        "vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host "
+        "vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
+        "vllm_tensor_parallel_size num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos "
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights "
+        "multi_objective_aggregation scale_rewards mask_truncated_completions sync_ref_model ref_model_mixup_alpha "
+        "ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max "
+        "entropy_coef_delta entropy_target max_tool_calling_iterations vllm_importance_sampling_correction "
+        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal num_completions_to_print "
+        "log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching "
+        "transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap"
+    ): RL,
 }
 
 # ScriptArguments and ModelConfig
-SCRIPT: dict[str, Entry] = {
+SCRIPT: Cells = {
     "dataset_name": ours("dataset"),
-    "dataset_config": behind("dataset", ":", at=all_of("none default", DEFAULT)),
-    "dataset_train_split": behind("dataset", "#", at={"train": DEFAULT}),
+    "dataset_config": _EXAMPLES["dataset_config_name"],
+    "dataset_train_split": ours("dataset", suffix="#", at={"train": DEFAULT}),
     "dataset_test_split": missing(
         "of a dataset's splits `validation` or `test` is held out",
         "--eval_dataset with the path of the split's own files",
-        at=all_of("test validation", unneeded("it is held out where the dataset has it")),
+        at={"test validation": "it is held out where the dataset has it"},
     ),
-    "dataset_streaming": ours("streaming"),
-    "ignore_bias_buffers": unneeded("no buffer is sent between devices"),
+    **renamed(dataset_streaming="streaming"),
+    "ignore_bias_buffers": "no buffer is sent between devices",
 }
-MODEL: dict[str, Entry] = {
-    "model_name_or_path": ours("model"),
-    "model_revision": ours("revision", at=all_of("main none", DEFAULT)),
-    "dtype": unneeded("weights are stored in --weight_dtype", at=DTYPE),
-    "attn_implementation": unneeded(
-        "the recipe chooses the step's kernels",
-        at={
-            "eager": sets(compute="attention=eager"),
-            "sdpa": unneeded("exact attention, in this package's kernel"),
-        },
-    ),
+MODEL: Cells = {
+    **{name: _EXAMPLES[name] for name in ("model_name_or_path", "model_revision", "dtype", "attn_implementation")},
     "use_peft": fills(
         "LoRA with trl's rank, alpha and dropout; all linear layers where no target is named",
-        at={"false": NOTHING},
         lora_r=16,
         lora_alpha=32,
         lora_dropout=0.05,
     ),
     **same("lora_r lora_alpha lora_dropout use_rslora use_dora"),
-    "lora_target_modules": ours(
-        "lora_target", read=words, many=True, at={"none": unneeded("all linear layers are adapted")}
-    ),
-    "lora_target_parameters": ours("lora_target", "experts' weights by their names", read=words, many=True),
-    "lora_modules_to_save": ours("modules_to_save", read=words, many=True),
-    "lora_task_type": unneeded("the run writes it into the adapter's config itself"),
-    "load_in_8bit": sets("the frozen base in int8", at={"false": NOTHING}, base_dtype="int8"),
-    "load_in_4bit": sets("the frozen base in NF4", at={"false": NOTHING}, base_dtype="nf4"),
-    "bnb_4bit_quant_type": missing(
-        "no base is stored so",
-        "--base_dtype nf4",
-        at={
-            "nf4": unneeded("it is what --base_dtype nf4 means"),
-            "fp4": missing("no base is stored in FP4", "--base_dtype nf4", base_dtype="nf4"),
-        },
-    ),
-    **all_of("use_bnb_nested_quant bnb_4bit_quant_storage", unneeded("NF4 takes 4.5 bits a weight, its scales too")),
+    "lora_target_modules": TARGETS,
+    "lora_target_parameters": PARAMETERS,
+    "lora_modules_to_save": listed("modules_to_save"),
+    "lora_task_type": PLACE,
+    "load_in_8bit": IN_8_BITS,
+    "load_in_4bit": IN_4_BITS,
+    "bnb_4bit_quant_type": NF4_ALONE,
+    "use_bnb_nested_quant bnb_4bit_quant_storage": SCALES,
 }
 
 # earlier releases of trl, its experimental trainers, and the alignment handbook
-OLDER: dict[str, Entry] = {
-    "max_seq_length": ours("sequence_length"),
-    **all_of("max_prompt_length max_target_length", LONG),
-    "max_completion_length": LONG,
-    "torch_dtype": unneeded("weights are stored in --weight_dtype", at=DTYPE),
-    "gradient_checkpointing_use_reentrant": REMAT,
-    **all_of("use_liger use_liger_loss use_flash_attention_2 use_unsloth", KERNELS),
-    **all_of("num_proc preprocessing_num_workers dataset_batch_size num_workers", LOADER),
-    "generate_during_eval": missing("answers are sampled from a file of prompts", "--sample_prompts FILE"),
-    "is_encoder_decoder": missing("models are causal language models", "nothing"),
-    **all_of("label_pad_token_id padding_value", unneeded("it is -100, as everywhere")),
-    "rpo_alpha": missing("no likelihood of the chosen answer is added", "--objective orpo", objective="orpo"),
-    "reference_free": NO_LOSS,
-    "model_adapter_name": unneeded("an adapter is compared with its base"),
-    "ref_adapter_name": unneeded("an adapter is compared with its base"),
-    "force_use_ref_model": unneeded("an adapter is compared with its base"),
-    "base_model_attribute_name": unneeded("the model is found by its class"),
-    "simpo_gamma": ours("simpo_gamma"),
-    "cpo_alpha": missing("there is no CPO here", "--objective simpo or orpo"),
-    "num_of_sequences": unneeded("rows are packed as the data are read"),
-    "chars_per_token": unneeded("tokens are counted"),
-    "eval_dataset_name": ours("eval_dataset"),
-    "dataset_mixer": ours("dataset", read=several),
-    "dataset_splits": behind("dataset", "#", read=first_to_train_on),
-    "dataset_configs": missing(
-        "a dataset's configuration stands behind its name", "--dataset id:configuration", many=True
+OLDER: Cells = {
+    **same("chat_template text_column simpo_gamma lmbda temperature"),
+    **renamed(max_seq_length="sequence_length", eval_dataset_name="eval_dataset", teacher_model_name_or_path="teacher"),
+    "max_prompt_length max_target_length max_completion_length": unneeded(
+        "samples longer than --sequence_length are cut, counted and said (--overflow)"
     ),
-    "chat_template": ours("chat_template"),
-    "text_column": ours("text_column"),
-    "auto_insert_empty_system_msg": unneeded("a conversation is rendered as it is"),
-    "clean_up_tokenization_spaces": unneeded("nothing is decoded in training"),
+    "gradient_checkpointing_use_reentrant": REMAT,
+    "use_liger use_liger_loss use_unsloth": KERNELS,
+    "num_proc dataset_batch_size": LOADER,
+    "generate_during_eval": ("answers are sampled from a file of prompts", "--sample_prompts FILE"),
+    "is_encoder_decoder": ("models are causal language models", "nothing"),
+    "label_pad_token_id padding_value": "it is -100, as everywhere",
+    "rpo_alpha": missing(*NO_CHOSEN, objective="orpo"),
+    "reference_free": NO_LOSS,
+    "model_adapter_name ref_adapter_name force_use_ref_model": "an adapter is compared with its base",
+    "base_model_attribute_name": "the model is found by its class",
+    "cpo_alpha": ("there is no CPO here", "--objective simpo or orpo"),
+    "num_of_sequences": "rows are packed as the data are read",
+    "chars_per_token": "tokens are counted",
+    "dataset_mixer": ours("dataset", read=several),
+    "dataset_splits": ours("dataset", suffix="#", read=first_to_train_on),
+    "dataset_configs": ("a dataset's configuration stands behind its name", "--dataset id:configuration"),
+    "auto_insert_empty_system_msg": "a conversation is rendered as it is",
+    "clean_up_tokenization_spaces": "nothing is decoded in training",
     "truncation_side": CUT,
-    "ref_model": missing("the reference is the starting weights", "--model, which is where the run starts"),
-    "teacher_model_name_or_path": ours("teacher"),
-    **same("lmbda temperature"),
-    "reward_model_path": RL,
-    "sft_model_path": RL,
+    "ref_model": OTHER_REFERENCE,
+    "reward_model_path sft_model_path": RL,
 }

@@ -20,7 +20,8 @@ from the table in `trainer/arguments/known_flags/`.
 - *Not needed*: it is taken and has no effect, and the command says so and why.
 - *Not to be had*: it is refused, with what to use instead. All that a command can't take is named in one answer.
 
-A value that asks for nothing (`false`, `none`, `0`) is taken of any argument, and nothing is said.
+A value that asks for nothing (`false`, `none`, `0`) is taken of any argument, and nothing is said. What LLaMA-Factory
+and axolotl pass on to transformers' Trainer by the same name is on its page.
 
 | flags of | |
 |---|---|
@@ -71,5 +72,5 @@ def _said(entry: Entry) -> str:
         return f"not to be had: {entry.why}; instead: {entry.instead}"
     options = [f"`--{name} {word(value)}`" for name, value in entry.options.items()]
     options += [f"`--{name} {word(value)}` where nothing else says it" for name, value in entry.fill.items()]
-    first = [f"behind `--{entry.name}`" if entry.suffix else f"`--{entry.name}`"] if entry.name else []
-    return ", ".join([*first, *options, *([entry.why] if entry.why else [])])
+    first = f"{'behind ' if entry.suffix else ''}`--{entry.name}`" if entry.name else ""
+    return ", ".join(filter(None, [first, *options, entry.why]))

@@ -2,32 +2,29 @@
 
 from collections.abc import Iterator
 
-from shardwright.arguments.known_flags import (
-    of_axolotl,
-    of_llama_factory,
-    of_peft,
-    of_transformers,
-    of_trl,
-)
-from shardwright.arguments.known_flags.entry import OURS, Entry
+from shardwright.arguments.known_flags import of_axolotl, of_llama_factory, of_peft, of_transformers, of_trl
+from shardwright.arguments.known_flags.entry import OURS, Entry, table
 
 # source, in words → its arguments
 TABLE: dict[str, dict[str, Entry]] = {
-    "transformers' TrainingArguments": of_transformers.ARGUMENTS,
-    "transformers, earlier": of_transformers.OLDER,
-    "transformers' and Alpaca's examples": of_transformers.EXAMPLES,
-    "trl's ScriptArguments": of_trl.SCRIPT,
-    "trl's DatasetMixtureConfig": of_trl.MIXTURE,
-    "trl's ModelConfig": of_trl.MODEL,
-    "trl's SFTConfig": of_trl.SFT,
-    "trl's DPOConfig": of_trl.DPO,
-    "trl's KTOConfig": of_trl.KTO,
-    "trl's RewardConfig": of_trl.REWARD,
-    "trl's GRPOConfig": of_trl.GRPO,
-    "trl, earlier": of_trl.OLDER,
-    "peft's LoraConfig": of_peft.ARGUMENTS,
-    "LLaMA-Factory": of_llama_factory.ARGUMENTS,
-    "axolotl": of_axolotl.ARGUMENTS,
+    source: table(cells)
+    for source, cells in {
+        "transformers' TrainingArguments": of_transformers.ARGUMENTS,
+        "transformers, earlier": of_transformers.OLDER,
+        "transformers' and Alpaca's examples": of_transformers.EXAMPLES,
+        "trl's ScriptArguments": of_trl.SCRIPT,
+        "trl's DatasetMixtureConfig": of_trl.MIXTURE,
+        "trl's ModelConfig": of_trl.MODEL,
+        "trl's SFTConfig": of_trl.SFT,
+        "trl's DPOConfig": of_trl.DPO,
+        "trl's KTOConfig": of_trl.KTO,
+        "trl's RewardConfig": of_trl.REWARD,
+        "trl's GRPOConfig": of_trl.GRPO,
+        "trl, earlier": of_trl.OLDER,
+        "peft's LoraConfig": of_peft.ARGUMENTS,
+        "LLaMA-Factory": of_llama_factory.ARGUMENTS,
+        "axolotl": of_axolotl.ARGUMENTS,
+    }.items()
 }
 _EVERY = tuple(TABLE)
 _HUGGING_FACE = ("transformers' TrainingArguments", "transformers, earlier", "transformers' and Alpaca's examples")

@@ -24,6 +24,7 @@ class Outcome:
     options: dict[str, Any] = field(default_factory=dict)
     fill: dict[str, Any] = field(default_factory=dict)  # options that hold where nothing else sets them
     nearest: dict[str, Any] = field(default_factory=dict)  # of one that is not to be had
+    behind: dict[str, str] = field(default_factory=dict)  # option → the text that is written behind its value
 
 
 @dataclass
@@ -56,32 +57,26 @@ def shown(options: dict[str, Any]) -> str:
     return " ".join(f"--{name} {word(value)}" for name, value in options.items())
 
 
+def look_up(known: Collection[str]) -> Look:
+    """Finds the entry of a name, among ``known`` options that of some of its values alone."""
+    return lambda name: own(name) if name in known else find(name)
+
+
 def translated(
-    pairs: Iterable[tuple[str, Any]], known: Collection[str], look: Look = find, *, near: bool = False
+    pairs: Iterable[tuple[str, Any]], known: Collection[str], look: Look, *, near: bool = False
 ) -> Translation:
     """Translate ``pairs`` of a name and a value; ``known``: the options there are, whose names go before the table's.
 
-    ``look`` finds the entry of a name that is none of them. ``near``: take what comes nearest to what is not to be had.
+    ``look`` finds the entry of a name. ``near``: take what comes nearest to what is not to be had.
     """
-    found, suffixes = Translation(known=frozenset(known)), []
+    found = Translation(known=frozenset(known))
     for name, value in pairs:
-        entry = own(name) if name in known and look is find else look(name)
-        if name in known and (entry is None or value is None):
-            entry = Entry(OURS, name)
-        elif name in known and entry is not None and isinstance(value, str):
-            entry = replace(entry, read=None)  # it is written as ours is
-        if entry is None and name.startswith("no_"):
-            entry, value = look(name[3:]), False
-        if entry is not None and name not in known and (value is None or value == ""):
-            entry = NOTHING
-        outcome, at = _outcome(name, value, entry, known)
+        outcome = _outcome(name, value, look, known)
         found.outcomes.append(outcome)
-        if at is not None and at.suffix:
-            suffixes.append((at.name, at.suffix + word(at.read(value) if at.read else value)))
-        given = outcome.options | (outcome.nearest if near else {})
-        found.options |= given
+        found.options |= outcome.options | (outcome.nearest if near else {})
         found.fill |= outcome.fill
-    for name, text in sorted(suffixes, key=lambda each: each[1].startswith("#")):  # a split behind a configuration
+    behind = [pair for each in found.outcomes for pair in each.behind.items()]
+    for name, text in sorted(behind, key=lambda each: each[1].startswith("#")):  # a split behind a configuration
         if name in found.options:
             found.options[name] = ",".join(f"{part}{text}" for part in word(found.options[name]).split(","))
             found.extended.append(name)
@@ -89,23 +84,30 @@ def translated(
     return found
 
 
-def _outcome(name: str, value: Any, entry: Entry | None, known: Collection[str]) -> tuple[Outcome, Entry | None]:
+def _outcome(name: str, value: Any, look: Look, known: Collection[str]) -> Outcome:
+    entry, setting = look(name), value
+    if name in known and (entry is None or value is None):
+        entry = Entry(OURS, name)
+    elif name in known and entry is not None and isinstance(value, str):
+        entry = replace(entry, read=None)  # it is written as ours is
+    if entry is None and name.startswith("no_"):
+        entry, setting = look(name[3:]), False
     if entry is None:
-        return Outcome(name, value, NO_OPTION, ""), None
-    at = entry.of(value)
+        return Outcome(name, value, NO_OPTION, "")
+    at = NOTHING if name not in known and setting in (None, "") else entry.of(setting)
     names = {at.name, *at.options, *at.fill} - {""} if at.kind == OURS else set()
     if not names <= set(known):
         unknown = ", ".join(f"--{each}" for each in sorted(names - set(known)))
-        return Outcome(name, value, NO_OPTION, f"it would be {unknown}, which this command has not"), None
+        return Outcome(name, value, NO_OPTION, f"it would be {unknown}, which this command has not")
     if at.kind == UNNEEDED:
-        return Outcome(name, value, UNNEEDED, "" if at.quiet else f"because {at.why}"), at
+        return Outcome(name, value, UNNEEDED, "" if at.quiet else f"because {at.why}")
     if at.kind == MISSING:
         nearest = {each: setting for each, setting in at.options.items() if each in known}
-        return Outcome(name, value, MISSING, f"{at.why}; instead: {at.instead}", nearest=nearest), at
+        return Outcome(name, value, MISSING, f"{at.why}; instead: {at.instead}", nearest=nearest)
     try:
-        options = at.made(value)
+        made = at.made(setting)
     except (ValueError, TypeError) as error:
-        return Outcome(name, value, MISSING, f"{word(value)!r:.80}: {error}"), None
+        return Outcome(name, value, MISSING, f"{word(setting)!r:.80}: {error}")
     if at.suffix:
-        return Outcome(name, value, OURS, f"behind --{at.name}"), at
-    return Outcome(name, value, OURS, at.why, options=options, fill=dict(at.fill)), at
+        return Outcome(name, value, OURS, f"behind --{at.name}", behind={at.name: at.suffix + word(made.pop(at.name))})
+    return Outcome(name, value, OURS, at.why, options=made, fill=dict(at.fill))

@@ -10,14 +10,7 @@ from typing import Any
 from shardwright.errors import UserError, in_short
 
 _LISTS = {"datasets", "test_datasets", "pretraining_dataset"}  # of axolotl and trl
-_OF_PLACE = {
-    "path",
-    "name",
-    "split",
-    "revision",
-    "data_files",
-    "fraction",
-}  # keys of an entry that are written in --dataset
+_OF_PLACE = {"path", "name", "split", "revision", "data_files", "fraction"}  # of an entry, written in --dataset
 _INFO = "dataset_info.json"
 _URLS = ("hf_hub_url", "file_name")  # of an entry of that file, the first that it has
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.arguments.command_line import options_parser
 from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, word
-from shardwright.arguments.known_flags.flag_words import is_option, text_of
+from shardwright.arguments.known_flags.flag_words import arguments_in, spelling, text_of
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
 from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS
@@ -138,9 +138,7 @@ def _became(each: Outcome) -> str:
 
 
 def _processes(launcher: list[str]) -> int | None:
-    for at, each in enumerate(launcher):
-        name, equals, text = each.lstrip("-").partition("=")
-        value = text if equals else launcher[at + 1] if at + 1 < len(launcher) else ""
-        if is_option(each) and name.replace("-", "_") in _PROCESSES and value.isdigit():
-            return int(value)
+    for each in arguments_in(launcher, lambda _: None):
+        if spelling(each.spelt) in _PROCESSES and str(each.value).isdigit():
+            return int(each.value)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.arguments.known_flags.flag_words import is_option
+from shardwright.arguments.known_flags.flag_words import arguments_in
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.port.datasets import spread
 from shardwright.arguments.run_file import read_options
@@ -20,6 +21,8 @@ YAML = (".yaml", ".yml", ".json")
 _OBJECTIVES = ("dpo", "kto", "reward", "grpo", "sft", "orpo", "ipo", "simpo", "cpo")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)\Z", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+_PROGRAMS = ("axolotl", "llamafactory-cli", "llamafactory", "trl")  # that are given a job's name
+_ENDS = ("&&", ";", "|", ">", "2>&1", "&")  # words of a shell, behind which is another command
 # keys that tell whose YAML it is
 _AXOLOTL = {"base_model", "micro_batch_size", "sequence_len", "sample_packing"}
 _LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len"}
@@ -129,7 +132,7 @@ def _command(words: Sequence[str], folder: Path) -> Published | None:
         return None
     word, rest = words[at], list(words[at + 1 :])
     launcher, name = list(words[:at]), word.rpartition("/")[2]
-    if name in ("axolotl", "llamafactory-cli", "llamafactory", "trl"):
+    if name in _PROGRAMS:
         job, rest = rest[0], rest[1:]
         launcher = [each for each in launcher if each not in ("uv", "run")]
     else:
@@ -141,7 +144,7 @@ def _command(words: Sequence[str], folder: Path) -> Published | None:
 def _starts(words: Sequence[str], number: int) -> bool:
     """Whether the word at ``number`` is the script or the program that trains."""
     word, name = words[number], words[number].rpartition("/")[2]
-    if name in ("axolotl", "llamafactory-cli", "llamafactory", "trl"):
+    if name in _PROGRAMS:
         return number + 1 < len(words)
     module = number > 0 and words[number - 1] == "-m"
     return word.endswith(".py") or (module and not word.startswith(("torch.", "accelerate.", "deepspeed.")))
@@ -149,43 +152,23 @@ def _starts(words: Sequence[str], number: int) -> bool:
 
 def _program(name: str, job: str) -> tuple[str, str | None]:
     """The table's program and our objective of a script ``name`` or a program and its ``job``."""
-    if name == "axolotl" or "axolotl" in name:
-        return "axolotl", None
-    if name.startswith("llamafactory") or "llamafactory" in name:
-        return "llamafactory", None
+    if program := next((each for each in ("axolotl", "llamafactory") if each in name), None):
+        return program, None
     objective = _objective_in(job)
-    if objective is None:
-        return "transformers", None
-    return _of_trl(objective)
+    return ("transformers", None) if objective is None else _of_trl(objective)
 
 
 def _pairs(words: Sequence[str], folder: Path, program: str) -> Iterator[tuple[str, Any]]:
     """Names and values in the words behind a script; a YAML file's come in its place."""
-    at = 0
-    while at < len(words):
-        word, at = words[at], at + 1
-        if not is_option(word):
-            if word.endswith(YAML):
-                yield from _file_beside(word, folder).items()
-            elif "=" in word and program == "llamafactory":  # its overrides
-                yield word.partition("=")[0], word.partition("=")[2]
-            elif word in ("&&", ";", "|", ">", "2>&1", "&"):
-                return
-            continue
-        name, equals, text = word.partition("=")
-        name = name.lstrip("-").replace("-", "_")
-        entry, values = find(name, program), [text] if equals else []
-        while (
-            not equals and at < len(words) and not is_option(words[at]) and words[at] not in ("&&", ";", "|", "&", ">")
-        ):
-            values.append(words[at])
-            at += 1
-            if entry is None or not entry.many:
-                break
-        if name == "config" and values:
-            yield from _file_beside(values[0], folder).items()
-        else:
-            yield name, True if not values else values[0] if len(values) == 1 else values
+    own = list(itertools.takewhile(lambda word: word not in _ENDS, words))
+    for each in arguments_in(own, lambda name: find(name, program)):
+        if each.spelt and (each.name != "config" or each.value is True):
+            yield each.name, each.value
+        elif each.spelt or each.words[0].endswith(YAML):
+            yield from _file_beside(each.value if each.spelt else each.words[0], folder).items()
+        elif "=" in each.words[0] and program == "llamafactory":  # its overrides
+            name, _, value = each.words[0].partition("=")
+            yield name, value
 
 
 def _file_beside(path: str, folder: Path) -> dict[str, Any]:
