@@ -2,15 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
-def during(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
-    """Inside, ``variable`` is ``value``."""
+def during(variable: Any, value: Value) -> Iterator[Value]:
+    """Inside, ``variable``, a `ContextVar` or transformers' own kind of one, is ``value``."""
     token = variable.set(value)
     try:
         yield value

@@ -72,7 +72,8 @@ class Draws(TorchFunctionMode):
 @contextlib.contextmanager
 def drawing(key: Tensor | None = None) -> Iterator[Draws]:
     """Inside, the model draws from ``key``, int32 [2]; None: a draw is an error (:class:`UnknownDraw`)."""
-    with during(_active, Draws(key)) as draws, draws:
+    draws = Draws(key)
+    with during(_active, draws), draws:
         yield draws
 
 
