@@ -8,7 +8,8 @@ from torch import nn
 
 def swap_methods(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Give ``module``, in place, the methods of ``mixin`` before those of its class, and class ``attributes``."""
-    module.__class__ = _with(mixin, type(module), **attributes)
+    original: Any = type(module)  # for mypy: a class is no hashable value to it
+    module.__class__ = _with(mixin, original, **attributes)
 
 
 @functools.cache
