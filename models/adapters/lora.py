@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.models.ops.swapped_methods import swap_methods
+
 A, B, M, T = "_lora_A", "_lora_B", "_lora_M", "_lora_T"
 A0, B0 = "_lora_A0", "_lora_B0"
 # appended to a weight's name, the attribute of its module that holds the factor on the product: a tuple of one, since
@@ -133,8 +135,7 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
             module.register_parameter(key + suffix, nn.Parameter(empty, requires_grad=suffix not in (A0, B0)))
         setattr(module, key + SCALE, (lora.scale(name),))
         if isinstance(module, nn.Linear):
-            original: Any = type(module)
-            module.__class__ = _with_factors(original, lora.dropout, lora.dora, bool(lora.start))
+            swap_methods(module, _LoraLinear, dropout=lora.dropout, dora=lora.dora, started=bool(lora.start))
 
 
 def _attach_rows(model: nn.Module, name: str, rows: tuple[int, ...]) -> None:
@@ -221,10 +222,3 @@ def _row_lengths(module: Any) -> Tensor:
     b = b * module.weight_lora_scale[0]
     squares = w.square().sum(1) + (b * (2 * F.linear(w, a) + b @ F.linear(a, a))).sum(1)
     return squares.clamp(min=0.0).sqrt()
-
-
-@functools.cache
-def _with_factors(original: type, dropout: float, dora: bool, started: bool) -> type:
-    """The class ``original`` with the forward above, made once, so that layers stay equal."""
-    own = {"dropout": dropout, "dora": dora, "started": started}
-    return type(original.__name__, (_LoraLinear, original), own)

@@ -21,6 +21,7 @@ from shardwright.models.attention import pieces, ring, splash
 from shardwright.models.attention.block_indexer import chosen_keys
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring, portable
+from shardwright.models.ops.during import during
 from shardwright.models.ops.randomness import active
 
 # The first name stays out of transformers' mask registry, so that models build no mask, whose size is the sequence's
@@ -35,23 +36,9 @@ _CHUNK = "_shardwright_chunk"
 FORWARDS: dict[str, Callable[..., Any]] = {"Qwen4ExpTextQSAIndexer": chosen_keys}
 # keyword arguments that :class:`Attention` understands, or that reach every attention function and change no score
 _KNOWN = {
-    "attention_mask",
-    "segment_ids",
-    "sliding_window",
-    "position_bias",
-    "indices",
-    "block_indices",
-    "is_causal",
-    "output_attentions",
-    "position_ids",
-    "position_embeddings",
-    "cache_position",
-    "use_cache",
-    "return_dict",
-    "deterministic",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
+    *("attention_mask", "segment_ids", "sliding_window", "position_bias", "indices", "block_indices", "is_causal"),
+    *("output_attentions", "position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"),
+    *("deterministic", "num_items_in_batch", "output_hidden_states", "output_router_logits"),
 }
 # the documents of the model's rows, for the masks that it builds
 _segments: ContextVar[Tensor | None] = ContextVar("segments", default=None)
@@ -100,14 +87,13 @@ def masks_without_reads(segment_ids: Tensor | None = None) -> Iterator[None]:
     """
     # Otherwise it asks the device on every step whether positions are packed and whether anything is padding: a graph
     # of its own and a transfer. It does not ask under a compiler, so this pretends to be one.
-    token = _segments.set(segment_ids)
     own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
     masking_utils.is_tracing = lambda *_: True
     try:
-        yield
+        with during(_segments, segment_ids):
+            yield
     finally:
         masking_utils.is_tracing = own
-        _segments.reset(token)
 
 
 @dataclass(frozen=True)

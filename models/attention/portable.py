@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.fusion_barrier import apart
-from shardwright.models.ops.operation import count_flops, differentiate, operation
+from shardwright.models.ops.operation import kernel
 from shardwright.models.ops.random_bits import keep_factors
 from shardwright.models.ops.while_loop import run_turns
 
@@ -78,14 +77,13 @@ def portable(
     query_segments, segments = (one[:, :S], one[:, :T]) if segment_ids is None else (segment_ids, segment_ids)
     sinks = query.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux
     sinks = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
-    text = as_text((scoring, bias is not None and bias.requires_grad))
     keyed, biased = ([] if t is None else [t] for t in (random_key, bias))
     out_BSHE = []
     for start, end, seen in _bands(S, T, scoring, bias):
         own = slice(start, end)
         queries = [query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own]]
         keys = [key[:, :, :seen], value[:, :, :seen], segments[:, :seen], *keyed]
-        out_BSHE.append(_band([*queries, *biased], keys, start, text))
+        out_BSHE.append(_band([*queries, *biased], keys, start, scoring))
     # contiguous, as eager attention's is: some models take a view of it
     return torch.cat(out_BSHE, 1) if len(out_BSHE) > 1 else out_BSHE[0].contiguous()
 
@@ -99,7 +97,7 @@ def _bands(S: int, T: int, scoring: Scoring, bias: Tensor | None) -> list[tuple[
     return [(start, end, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _band(queries: Parts, constants: Parts, start: int, text: str) -> Tensor:
+def _band(queries: Parts, constants: Parts, start: int, scoring: Scoring) -> Tensor:
     """The output ``BSHE`` of queries that begin at position ``start``; with them are their segments, sinks and bias."""
     query, query_segments, sinks, *bias = queries
     (B, H, S, D), K, C = query.shape, constants[0].shape[1], min(BLOCK, query.shape[2])
@@ -110,8 +108,8 @@ def _band(queries: Parts, constants: Parts, start: int, text: str) -> Tensor:
     positions_NC = torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C)
     segments_NBC = pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1)
     blocks = [query_NBKGCD, positions_NC, segments_NBC, sinks, *(_blocks(t, K, N, C) for t in bias)]
-    out_BNCKGE = _attention([*constants, *blocks], text).permute(1, 0, 4, 2, 3, 5)
-    return out_BNCKGE.reshape(B, N * C, H, constants[1].shape[-1])[:, :S]
+    out_NBKGCE = _attention([*constants, *blocks], scoring, any(t.requires_grad for t in bias))
+    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, constants[1].shape[-1])[:, :S]
 
 
 def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
@@ -125,25 +123,39 @@ def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
     return x.permute(3, 0, 1, 5, 2, 4)
 
 
-def _split(tensors: Sequence[Any], text: str) -> tuple[Scoring, bool, list[Any], list[Any]]:
-    """The scoring, whether a bias gets a gradient, the tensors that all blocks share, and those with one entry each."""
-    scoring, with_bias = from_text(text)
+def _split(tensors: Sequence[Any], scoring: Scoring) -> tuple[list[Any], list[Any]]:
+    """The tensors that all blocks share, and those with one entry each."""
     # Shared are key BKTD, value BKTE, segments BT, and with dropout the random key; of each block query NBKGCD,
     # positions NC, query segments NBC, sinks Nbk1gC, and perhaps a bias NbkTgC.
     shared = 4 if scoring.dropout else 3
-    return scoring, with_bias, list(tensors[:shared]), list(tensors[shared:])
+    return list(tensors[:shared]), list(tensors[shared:])
 
 
-def _attention_like(tensors: Parts, text: str) -> Tensor:
-    _, _, (_, value, *_), (query, *_) = _split(tensors, text)
+def _attention_like(tensors: Parts, scoring: Scoring, with_bias: bool) -> Tensor:
+    (_, value, *_), (query, *_) = _split(tensors, scoring)
     return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def _gradients(grad_out: Tensor, tensors: Parts, scoring: Scoring, with_bias: bool) -> list[Tensor | None]:
+    found = _attention_backward([grad_out, *tensors], scoring, with_bias)
+    grad_query, grad_key, grad_value, grad_sinks, *grad_bias = found
+    constants, xs = _split(tensors, scoring)
+    more = [*grad_bias, None][: len(xs) - 4]
+    return [grad_key, grad_value, *[None] * (len(constants) - 2), grad_query, None, None, grad_sinks, *more]
+
+
+def _flops(shapes: list[Sequence[int]], scoring: Scoring, with_bias: bool) -> int:
+    """Every query's products with all keys and values: a block also computes what its mask hides."""
+    (key, value, *_), (query_NBKGCD, *_) = _split(shapes, scoring)
+    return 2 * math.prod(query_NBKGCD[:-1]) * key[2] * (key[3] + value[3])
 
 
 # Reshaping stays outside the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, where a slice of a slice,
 # or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
-@operation("attention", _attention_like)
-def _attention(tensors: Parts, text: str) -> Tensor:
-    scoring, _, constants, xs = _split(tensors, text)
+@kernel("attention", _attention_like, _gradients, flops=_flops)
+def _attention(tensors: Parts, scoring: Scoring, with_bias: bool) -> Tensor:
+    """``with_bias``: a bias gets a gradient."""
+    constants, xs = _split(tensors, scoring)
 
     def body(constants: Parts, carry: Parts, x: Parts) -> TurnResults:
         weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
@@ -154,17 +166,17 @@ def _attention(tensors: Parts, text: str) -> Tensor:
     return _loop(body, constants, [], xs)[1][0]
 
 
-def _backward_like(tensors: Parts, text: str) -> list[Tensor]:
-    _, with_bias, (key, value, *_), (query, _, _, sinks, *bias) = _split(tensors[1:], text)
+def _backward_like(tensors: Parts, scoring: Scoring, with_bias: bool) -> list[Tensor]:
+    (key, value, *_), (query, _, _, sinks, *bias) = _split(tensors[1:], scoring)
     # not empty_like: the gradients are dense whatever the inputs' strides
     return [t.new_empty(t.shape) for t in (query, key, value, sinks, *(bias if with_bias else []))]
 
 
-@operation("attention_backward", _backward_like)
-def _attention_backward(tensors: Parts, text: str) -> list[Tensor]:
+@kernel("attention_backward", _backward_like)
+def _attention_backward(tensors: Parts, scoring: Scoring, with_bias: bool) -> list[Tensor]:
     """Map grad_out ``NBKGCE`` and the forward's tensors to the gradients of query, key, value, sinks and bias."""
     grad_out = tensors[0]
-    scoring, with_bias, constants, xs = _split(tensors[1:], text)
+    constants, xs = _split(tensors[1:], scoring)
 
     def body(constants: Parts, carry: Parts, x: Parts) -> TurnResults:
         key_BKTD, value_BKTE, *_ = constants
@@ -194,23 +206,6 @@ def _attention_backward(tensors: Parts, text: str) -> list[Tensor]:
     zeros = [torch.zeros_like(t, dtype=torch.float32) for t in constants[:2]]
     (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, [*xs, grad_out])
     return [grad_query, grad_key.to(constants[0].dtype), grad_value.to(constants[1].dtype), *others]
-
-
-def _gradients(grad_out: Tensor, tensors: Parts, text: str) -> list[Tensor | None]:
-    grad_query, grad_key, grad_value, grad_sinks, *grad_bias = _attention_backward([grad_out, *tensors], text)
-    _, _, constants, xs = _split(tensors, text)
-    more = [*grad_bias, None][: len(xs) - 4]
-    return [grad_key, grad_value, *[None] * (len(constants) - 2), grad_query, None, None, grad_sinks, *more]
-
-
-def _flops(shapes: list[Sequence[int]], text: str) -> int:
-    """Every query's products with all keys and values: a block also computes what its mask hides."""
-    _, _, (key, value, *_), (query_NBKGCD, *_) = _split(shapes, text)
-    return 2 * math.prod(query_NBKGCD[:-1]) * key[2] * (key[3] + value[3])
-
-
-differentiate(_attention, _gradients)
-count_flops("attention", _flops)
 
 
 def _weights(constants: Parts, x: Parts, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor | None]:

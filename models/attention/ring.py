@@ -23,7 +23,6 @@ from torch import Tensor
 
 from shardwright.models.attention import pieces, splash, splash_masks
 from shardwright.models.attention.splash import KernelSettings
-from shardwright.models.ops.arguments_as_text import as_text
 from shardwright.models.ops.jax_call import Array, jax, jnp
 
 
@@ -34,23 +33,17 @@ def attend(
 
     Segment 0 is padding: rows of zeros, with zero gradients. Twice the layout's `sequence_shards` divides S.
     """
-    query_BHSD, key_BKSD, value_BKSE = tensors
-    layout, chunk = settings.layout, settings.scoring.chunk
-    B, H, S, _ = query_BHSD.shape
-    key_BKSD, value_BKSE = layout.shared_heads(H, key_BKSD, value_BKSE)
-    length = S // (2 * layout.sequence_shards)
-    starts = pieces.numbers(layout.sequence_shards, query_BHSD.device) * length
+    shards, chunk = settings.layout.sequence_shards, settings.scoring.chunk
+    B, _, S, _ = tensors[0].shape
+    length = S // (2 * shards)
+    starts = pieces.numbers(shards, tensors[0].device) * length
     segments = None if segments_BS is None else segments_BS.to(torch.int32)
     if chunk is not None:
         within = torch.arange(length, dtype=torch.int32, device=starts.device)
         chunks = ((starts.unsqueeze(1) + within) // chunk).flatten().expand(B, S)
         segments = chunks if segments is None else segments * (-(-S // chunk)) + chunks
         settings = replace(settings, scoring=replace(settings.scoring, chunk=None))
-    named = {"s": starts, "bs": segments, "h": sinks_H}
-    more = {word: t for word, t in named.items() if t is not None}
-    inputs = [query_BHSD, key_BKSD, value_BKSE, *more.values()]
-    out_BHSE, _ = _ring(inputs, as_text((settings, " ".join(more))))
-    return splash.without_padding(out_BHSE, segments_BS)
+    return _ring(tensors, {"s": starts, "bs": segments, "h": sinks_H}, segments_BS, settings)
 
 
 # 0 or 1: a device's first or second piece
@@ -61,8 +54,10 @@ _NOTHING = -1e30
 
 @dataclass(frozen=True)
 class _PiecePair:
-    """A piece of queries and one of keys."""
+    """A piece of queries and one of keys, and which they are of their device's two."""
 
+    of_queries: Which
+    of_keys: Which
     query: Array  # [B, H, P, D]
     key: Array  # [B, K, P, D]
     value: Array  # [B, K, P, E]
@@ -123,25 +118,24 @@ class _Rows(NamedTuple):
     starts: Array
     segments: Array | None
 
-    def own(self, keys: _Keys) -> list[tuple[Which, Which, _PiecePair]]:
-        """The pairs with the device's own keys, as (piece of queries, piece of keys, pair)."""
+    def own(self, keys: _Keys) -> list[_PiecePair]:
+        """The pairs with the device's own keys."""
         later = self.starts[1] - self.starts[0]
         return [self._pair(keys, 0, 0, None), self._pair(keys, 1, 1, None), self._pair(keys, 1, 0, later)]
 
-    def others(self, keys: _Keys) -> list[tuple[Which, Which, _PiecePair]]:
+    def others(self, keys: _Keys) -> list[_PiecePair]:
         """The pairs with another device's keys: the first piece of an earlier device, both pieces of a later one."""
         behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
         distance = self.starts[behind] - keys.starts[behind]
         return [self._pair(keys, 1, 0, self.starts[1] - keys.starts[0]), self._pair(keys, behind, behind, distance)]
 
-    def _pair(
-        self, keys: _Keys, of_queries: Which, of_keys: Which, distance: Array | None
-    ) -> tuple[Which, Which, _PiecePair]:
+    def _pair(self, keys: _Keys, of_queries: Which, of_keys: Which, distance: Array | None) -> _PiecePair:
         segments = None
         if self.segments is not None and keys.segments is not None:
             segments = _piece(self.segments, of_queries, 1), _piece(keys.segments, of_keys, 1)
         key, value = (_piece(x, of_keys) for x in (keys.key, keys.value))
-        return of_queries, of_keys, _PiecePair(_piece(self.query, of_queries), key, value, segments, distance)
+        query = _piece(self.query, of_queries)
+        return _PiecePair(of_queries, of_keys, query, key, value, segments, distance)
 
 
 def _piece(x: Array, which: Which, dim: int = 2) -> Array:
@@ -153,31 +147,31 @@ def _with(x: Array, which: Which, piece: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, piece, which * piece.shape[2], 2)
 
 
-def _arguments(query: Array, key: Array, value: Array, *more: Array, extra: str) -> tuple[_Rows, _Keys, Array | None]:
-    named = dict(zip(extra.split(), more, strict=True))
+def _arguments(query: Array, key: Array, value: Array, *more: Array, words: str) -> tuple[_Rows, _Keys, Array | None]:
+    named = dict(zip(words.split(), more, strict=True))
     starts, segments = named["s"], named.get("bs")
     return _Rows(query, starts, segments), _Keys(key, value, starts, segments), named.get("h")
 
 
-def _forward(*tensors: Array, extra: str, settings: KernelSettings) -> tuple[Array, Array]:
-    rows, keys, sinks = _arguments(*tensors, extra=extra)
+def _forward(*tensors: Array, words: str, settings: KernelSettings) -> tuple[Array, Array]:
+    rows, keys, sinks = _arguments(*tensors, words=words)
     *same, later = rows.own(keys)
-    parts = [_pair_forward(pair, settings) for _, _, pair in same]
+    parts = [_pair_forward(pair, settings) for pair in same]
     out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
 
-    def merged(found: tuple[Array, Array], which: Which, pair: _PiecePair) -> tuple[Array, Array]:
-        old_out, old = (_piece(x, which) for x in found)
+    def merged(found: tuple[Array, Array], pair: _PiecePair) -> tuple[Array, Array]:
+        old_out, old = (_piece(x, pair.of_queries) for x in found)
         new_out, new = _pair_forward(pair, settings)
         total = jnp.logaddexp(old, new)
         joined = old_out * jnp.exp(old - total)[..., None] + new_out * jnp.exp(new - total)[..., None]
-        return _with(found[0], which, joined), _with(found[1], which, total)
+        return _with(found[0], pair.of_queries, joined), _with(found[1], pair.of_queries, total)
 
-    found = merged((out, logsumexp), later[0], later[2])
+    found = merged((out, logsumexp), later)
 
     def turn(carry: tuple[_Keys, tuple[Array, Array]], _: None) -> tuple[Any, None]:
         keys, found = carry
-        for which, _of_keys, pair in rows.others(keys):
-            found = merged(found, which, pair)
+        for pair in rows.others(keys):
+            found = merged(found, pair)
         return (keys.sent_on(settings), found), None
 
     turns = settings.layout.sequence_shards - 1
@@ -189,32 +183,27 @@ def _forward(*tensors: Array, extra: str, settings: KernelSettings) -> tuple[Arr
 
 
 def _backward(
-    grad_out: Array, out: Array, logsumexp: Array, *tensors: Array, extra: str, settings: KernelSettings
+    grad_out: Array, out: Array, logsumexp: Array, *tensors: Array, words: str, settings: KernelSettings
 ) -> tuple[Array, Array, Array, Array]:
-    rows, keys, sinks = _arguments(*tensors, extra=extra)
-    dot = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
-    grad_sinks = jnp.zeros(dot.shape[:2], jnp.float32)
-    if sinks is not None:
-        grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot).sum(2)
-    Grads = tuple[Array, Array, Array]
+    rows, keys, sinks = _arguments(*tensors, words=words)
+    dot, grad_sinks = splash.row_products(grad_out, out, logsumexp, sinks)
 
-    def added(grads: Grads, found: Sequence[tuple[Which, Which, _PiecePair]]) -> Grads:
-        grad_query, grad_key, grad_value = grads
-        for of_queries, of_keys, pair in found:
-            own = _piece(logsumexp, of_queries), _piece(dot, of_queries)
-            more = _pair_backward(pair, own, _piece(grad_out, of_queries), settings)
-            grad_query = _add(grad_query, of_queries, more[0])
-            grad_key, grad_value = _add(grad_key, of_keys, more[1]), _add(grad_value, of_keys, more[2])
-        return grad_query, grad_key, grad_value
+    def added(grads: Sequence[Array], pairs: Sequence[_PiecePair]) -> Sequence[Array]:
+        for pair in pairs:
+            logsumexp_P, dot_P, grad_out_P = (_piece(x, pair.of_queries) for x in (logsumexp, dot, grad_out))
+            more = _pair_backward(pair, (logsumexp_P, dot_P), grad_out_P, settings)
+            places = (pair.of_queries, pair.of_keys, pair.of_keys)
+            grads = tuple(map(_add, grads, places, more))
+        return grads
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (rows.query, keys.key, keys.value)]
-    grads = added((zeros[0], zeros[1], zeros[2]), rows.own(keys))
+    grads = tuple(added(zeros, rows.own(keys)))
 
-    def turn(carry: tuple[_Keys, Grads], _: None) -> tuple[Any, None]:
+    def turn(carry: tuple[_Keys, tuple[Array, ...]], _: None) -> tuple[Any, None]:
         keys, (grad_query, *behind) = carry
         # the gradients of the current keys arrive while this device's part is computed
         arrived = [_next(x, settings) for x in behind]
-        grad_query, own_key, own_value = added((grad_query, zeros[1], zeros[2]), rows.others(keys))
+        grad_query, own_key, own_value = added((grad_query, *zeros[1:]), rows.others(keys))
         return (keys.sent_on(settings), (grad_query, arrived[0] + own_key, arrived[1] + own_value)), None
 
     turns = settings.layout.sequence_shards - 1

@@ -8,7 +8,7 @@ Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D hea
 of value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,11 @@ from torch import Tensor
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring
 from shardwright.models.attention.splash_masks import BlockSizes, Mask, causal
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.device_kernels import kernels
 
 # configures jax: it must come before jax itself
 from shardwright.models.ops.jax_call import Array, jax, jax_call, jnp
-from shardwright.models.ops.operation import count_flops, differentiate, operation
+from shardwright.models.ops.operation import kernel
 
 # isort: split
 # semi-private: splash_attention_kernel.py there, jax 0.7.1
@@ -55,16 +54,12 @@ def attend(
     The query is multiplied by the scale in its own dtype. In bfloat16 this rounds once more than scaling the scores
     would, unless the scale is a power of two. Segment 0 is padding: rows of zeros, with zero gradients.
     """
-    query_BHSD, key_BKSD, value_BKSE = tensors
-    key_BKSD, value_BKSE = settings.layout.shared_heads(query_BHSD.shape[1], key_BKSD, value_BKSE)
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
-    more = {word: t for word, t in (("b", segments_BS), ("h", sinks_H)) if t is not None}
-    out_BHSE, _ = _splash([query_BHSD, key_BKSD, value_BKSE, *more.values()], as_text((settings, " ".join(more))))
-    return without_padding(out_BHSE, segments_BS)
+    return _splash(tensors, {"b": segments_BS, "h": sinks_H}, segments_BS, settings)
 
 
-def without_padding(out_BHSE: Tensor, segments_BS: Tensor | None) -> Tensor:
+def _without_padding(out_BHSE: Tensor, segments_BS: Tensor | None) -> Tensor:
     """Set the output of padding to zeros. Kernels treat it as a segment, so that none of their sums is empty."""
     if segments_BS is None:
         return out_BHSE
@@ -73,61 +68,73 @@ def without_padding(out_BHSE: Tensor, segments_BS: Tensor | None) -> Tensor:
     return out_BHSE * present_BS[:, None, :, None]
 
 
-def attention_kernel(name: str, forward: Callable[..., Any], backward: Callable[..., Any], word: str) -> Any:
-    """Make a kernel of two JAX functions on a device's shards, differentiable in query, key, value and sinks.
+def attention_kernel(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], word: str
+) -> Callable[..., Tensor]:
+    """Make attention of two JAX functions on a device's shards, differentiable in query, key, value and sinks.
 
-    It maps query, key, value and more tensors, and the text of :class:`KernelSettings` and of the words of the more
-    ones (:meth:`KernelLayout.manual`; ``word`` is that of the others), to ``[B, H, S, E]`` and each row's logsumexp
-    ``[B, H, S]``. ``backward`` maps the gradient of the first, both, and the kernel's tensors to the gradients of
-    query, key and value, and each device's part of that of the sinks, ``[B, H, …]``.
+    Both get query, key and value, more tensors, and the words of these (:meth:`KernelLayout.manual`; ``word`` is that
+    of the others). ``forward`` returns ``[B, H, S, E]`` and each row's logsumexp ``[B, H, S]``. ``backward`` gets the
+    gradient of the first, and both, before all these; it returns the gradients of query, key and value, and each
+    device's part of that of the sinks, ``[B, H, …]``.
     """
 
-    def run(function: Callable[..., Any], tensors: Sequence[Tensor], text: str, count: int, results: int) -> Any:
-        settings, more = from_text(text)
-        manual = settings.layout.manual(tensors[0].shape[1], f"{word} " * count + more, f"{word} " * results)
-        return jax_call(function, *tensors, manual=manual, settings=settings, extra=more)
+    def run(
+        function: Any, tensors: Sequence[Tensor], settings: KernelSettings, words: str, count: int, results: int
+    ) -> list[Tensor]:
+        manual = settings.layout.manual(tensors[0].shape[1], f"{word} " * count + words, f"{word} " * results)
+        return jax_call(function, *tensors, manual=manual, settings=settings, words=words)
 
-    def like(tensors: Sequence[Tensor], _: str) -> list[Tensor]:
+    def like(tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
         query, _key, value, *_more = tensors
         rows = query.shape[:-1]
         return [query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)]
 
-    @operation(name, like)
-    def kernel(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-        return run(forward, tensors, text, 3, 2)
-
-    def gradients_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-        parts = (from_text(text)[0].layout.sequence_shards,) if "s" in word else ()
+    def gradients_like(tensors: Sequence[Tensor], settings: KernelSettings, words: str) -> list[Tensor]:
+        parts = (settings.layout.sequence_shards,) if "s" in word else ()
         # not empty_like: the gradients are dense whatever the inputs' strides
         return [*(t.new_empty(t.shape) for t in tensors[3:6]), tensors[2].new_empty(*tensors[2].shape[:2], *parts)]
 
-    @operation(f"{name}_backward", gradients_like)
-    def backward_kernel(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-        return run(backward, tensors, text, 6, 4)
+    @kernel(f"{name}_backward", gradients_like)
+    def backward_kernel(tensors: Sequence[Tensor], settings: KernelSettings, words: str) -> list[Tensor]:
+        return run(backward, tensors, settings, words, 6, 4)
 
-    def gradients(grads: list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
-        *found, parts = backward_kernel([grads[0], *saved], text)
-        more = dict(zip(from_text(text)[1].split(), saved[5:], strict=True))
+    def gradients(
+        grads: Sequence[Tensor], saved: Sequence[Tensor], settings: KernelSettings, words: str
+    ) -> list[Tensor | None]:
+        *found, parts = backward_kernel([grads[0], *saved], settings, words)
+        more = dict(zip(words.split(), saved[5:], strict=True))
         total = parts.sum([0, *range(2, parts.dim())]).to(more["h"].dtype) if "h" in more else None
         return [*found, *(total if name == "h" else None for name in more)]
 
-    differentiate(kernel, gradients, saved=lambda tensors, results: [*results, *tensors])
-    count_flops(name, lambda shapes, text: causal_flops(shapes[0], shapes[2], from_text(text)[0].scoring))
-    return kernel
+    @kernel(name, like, gradients, saved=lambda tensors, results: [*results, *tensors], flops=_causal_flops)
+    def forward_kernel(tensors: Sequence[Tensor], settings: KernelSettings, words: str) -> list[Tensor]:
+        return run(forward, tensors, settings, words, 3, 2)
+
+    def attend(
+        tensors: Sequence[Tensor], more: Mapping[str, Tensor | None], segments: Tensor | None, settings: KernelSettings
+    ) -> Tensor:
+        query, *shared = tensors
+        given = {word: t for word, t in more.items() if t is not None}
+        inputs = [query, *settings.layout.shared_heads(query.shape[1], *shared), *given.values()]
+        out, _ = forward_kernel(inputs, settings, " ".join(given))
+        return _without_padding(out, segments)
+
+    return attend
 
 
-def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -> int:
+def _causal_flops(shapes: Sequence[Sequence[int]], settings: KernelSettings, words: str) -> int:
     """Count the FLOPs of every query with the keys that it may see: half a sequence, or a window."""
-    batch, heads, length, width = query
-    seen = min(length / 2, scoring.window or length, scoring.chunk or length)
+    (batch, heads, length, width), _, value, *_ = shapes
+    seen = min(length / 2, settings.scoring.window or length, settings.scoring.chunk or length)
     return int(2 * batch * heads * length * seen * (width + value[3]))
 
 
 def _forward(
-    query_BHSD: Array, key: Array, value: Array, *optional: Array, settings: KernelSettings, extra: str
+    query_BHSD: Array, key: Array, value: Array, *optional: Array, settings: KernelSettings, words: str
 ) -> tuple[Array, Array]:
     sizes = sizes_of(query_BHSD)
-    segments, sinks = _optional(optional, extra, sizes)
+    segments, sinks = _optional(optional, words, sizes)
     return forward((query_BHSD, key, value), segments, sinks, causal(sizes, settings.scoring), settings)
 
 
@@ -144,18 +151,24 @@ def forward(
 
 
 def _backward(
-    grad_out: Array, out: Array, logsumexp: Array, *inputs: Array, settings: KernelSettings, extra: str
+    grad_out: Array, out: Array, logsumexp: Array, *inputs: Array, settings: KernelSettings, words: str
 ) -> tuple[Array, Array, Array, Array]:
     query_BHSD, key, value, *optional = inputs
     sizes = sizes_of(query_BHSD)
-    segments, sinks = _optional(optional, extra, sizes)
+    segments, sinks = _optional(optional, words, sizes)
+    dot_BHS, grad_sinks = row_products(grad_out, out, logsumexp, sinks)
+    mask = causal(sizes, settings.scoring)
+    grads = backward((query_BHSD, key, value), (logsumexp, dot_BHS), grad_out, segments, mask, settings)
+    return *grads, grad_sinks
+
+
+def row_products(grad_out: Array, out: Array, logsumexp: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Return the dot product of each row's output with the output's gradient, and the sinks' gradient, [B, H]."""
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
     if sinks is not None:
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot_BHS).sum(2)
-    mask = causal(sizes, settings.scoring)
-    grads = backward((query_BHSD, key, value), (logsumexp, dot_BHS), grad_out, segments, mask, settings)
-    return *grads, grad_sinks
+    return dot_BHS, grad_sinks
 
 
 def backward(
@@ -200,8 +213,8 @@ def _lengthen(x: Array, sizes: BlockSizes) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
-def _optional(more: Sequence[Array], extra: str, sizes: BlockSizes) -> tuple[SegmentIds | None, Array | None]:
-    named = dict(zip(extra.split(), more, strict=True))
+def _optional(more: Sequence[Array], words: str, sizes: BlockSizes) -> tuple[SegmentIds | None, Array | None]:
+    named = dict(zip(words.split(), more, strict=True))
     segments, sinks = named.get("b"), named.get("h")
     ids = None if segments is None else segment_ids(segments, segments, sizes)
     return ids, None if sinks is None else sinks.astype(jnp.float32)

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from shardwright.models.adapters.lora import SCALE, A, B
 from shardwright.models.experts import activation, dropless_rows
+from shardwright.models.experts.dropless_rows import ExpertShards
 from shardwright.models.experts.routing import count
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax_call
-from shardwright.models.ops.operation import count_flops, differentiate, operation
+from shardwright.models.ops.operation import kernel
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -74,7 +74,7 @@ class Dropless:
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
         first, second = (p.shape[:0:-1] if experts.is_transposed else p.shape[1:] for p in parameters[:2])
         sizes, widths = dict(self.axes), (first[0], second[1])
-        local = dropless_rows.ExpertShards(
+        local = ExpertShards(
             activation=_activation(experts, widths[0]),
             names=tuple(names),
             out_first=not experts.is_transposed,
@@ -97,17 +97,15 @@ class Dropless:
         whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
         shapes = (*local.kept(planned, x_TH.shape[1]), *whole)
         kept = tuple((rows * devices, *others) for rows, *others in shapes)
-        manual = self._manual(specs, local, kept) if self.axes else None
-        tensors, text = [x_TH, index_Tk, weight_Tk, *parameters], as_text((local, manual, kept))
-        return _dropless_kept(tensors, text)[0] if kept else _dropless(tensors, text)
+        manuals = self._manuals(specs, local, kept) if self.axes else None
+        return _dropless([x_TH, index_Tk, weight_Tk, *parameters], local, manuals, kept)[0]
 
     def in_rings(self, longest: int) -> Dropless:
         """Split the axes along which weights are gathered into rings of at most ``longest`` devices."""
         cut = {name: {name: n} if name in self.expert_axes else rings(name, n, longest) for name, n in self.axes}
 
-        def inside(axes: str | Axes | None) -> Axes:
-            names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-            return tuple(ring for name in names for ring in cut[name])
+        def inside(entry: str | Axes | None) -> Axes:
+            return tuple(ring for name in _axes_of(entry) for ring in cut[name])
 
         return replace(
             self,
@@ -119,17 +117,16 @@ class Dropless:
     def _spec(self, name: str, rank: int) -> tuple[Axes, ...]:
         """The axes of each dimension of a parameter, with the expert axes moved to dimension 0."""
         spec = self.weight_specs.get(name, (None,) * rank)
-        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        axes = [_axes_of(entry) for entry in spec]
         if len(axes) != rank:
             raise ValueError(f"a partition spec of {len(axes)} entries for {name}, which has {rank} dimensions")
-        shared = set(axes[0]) & set(self.expert_axes)
-        if shared and axes[0] != self.expert_axes:
+        if axes[0] != self.expert_axes and set(axes[0]) & set(self.expert_axes):
             raise ValueError(f"{name} has experts split over {axes[0]}: expert_axes must be all of these or none")
         others = [tuple(axis for axis in a if axis not in self.expert_axes) for a in axes]
         return (self.expert_axes + others[0], *others[1:])
 
-    def _manual(
-        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.ExpertShards, shapes: Sequence[tuple[int, ...]]
+    def _manuals(
+        self, specs: Sequence[tuple[Axes, ...]], local: ExpertShards, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Manual, Manual]:
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
         tokens: Spec = (self.batch_axes + rest, None)
@@ -140,6 +137,10 @@ class Dropless:
         inputs = (tokens, tokens, tokens, held, *weights)
         backward = Manual(self.axes, (tokens, *inputs, *kept), (tokens, tokens, *trained), self.order)
         return Manual(self.axes, inputs, (tokens, *kept), self.order), backward
+
+
+def _axes_of(entry: str | Axes | None) -> Axes:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _parameter_names(experts: Any) -> list[str]:
@@ -160,57 +161,58 @@ def _activation(experts: Any, width: int) -> activation.Activation:
     return traced
 
 
-# A kernel's text has a device's part of the experts, the layouts of the forward and of the backward (None: one device),
-# and the shapes of the forward's saved arrays, with the devices' shares one after another.
-@operation("dropless", lambda tensors, _: tensors[0].new_empty(tensors[0].shape))
-def _dropless(tensors: Sequence[Tensor], text: str) -> Tensor:
-    return _run(dropless_rows.forward, tensors, 3, text)[0]
+# the layouts of the forward and of the backward; None: one device
+Manuals = tuple[Manual, Manual] | None
+# of the forward's saved arrays, with the devices' shares one after another
+KeptShapes = tuple[tuple[int, ...], ...]
 
 
-def _kept_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    (local, _, kept), (x_TH, _, _, *parameters) = from_text(text), tensors
+def _like(tensors: Sequence[Tensor], local: ExpertShards, manuals: Manuals, kept: KeptShapes) -> list[Tensor]:
+    x_TH, _, _, *parameters = tensors
     weights = [parameters[number] for number in local.kept_weights()]
     like = [*[x_TH] * (len(kept) - len(weights)), *weights]
     return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, kept, strict=True))]
 
 
-@operation("dropless_kept", _kept_like)
-def _dropless_kept(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    """:func:`_dropless`, with the backward's saved arrays behind the output."""
-    return _run(dropless_rows.forward, tensors, 3, text)
+def _gradients(
+    grads: Sequence[Tensor], saved: Sequence[Tensor], local: ExpertShards, manuals: Manuals, kept: KeptShapes
+) -> list[Tensor | None]:
+    grad_x, grad_weight, *found = _dropless_backward([grads[0], *saved], local, manuals)
+    gradients = iter(found)
+    return [grad_x, None, grad_weight, *(next(gradients) if learns else None for learns in local.trained)]
 
 
-def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+@kernel(
+    "dropless",
+    _like,
+    _gradients,
+    saved=lambda tensors, results: [*tensors, *results[1:]],
+    # the first projection's, by which the remat policies choose the values to keep
+    flops=lambda shapes, *_: 2 * math.prod(shapes[1]) * math.prod(shapes[3][1:]),
+)
+def _dropless(tensors: Sequence[Tensor], local: ExpertShards, manuals: Manuals, kept: KeptShapes) -> list[Tensor]:
+    """Map tokens, indices, weights and parameters to the output and the arrays of shapes ``kept`` for the backward."""
+    return _run(dropless_rows.forward, tensors, 3, local, manuals and manuals[0])
+
+
+def _backward_like(tensors: Sequence[Tensor], local: ExpertShards, manuals: Manuals) -> list[Tensor]:
     _, x_TH, _, weight_Tk, *parameters = tensors
-    trained = itertools.compress(parameters, from_text(text)[0].trained)
-    return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
+    return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *itertools.compress(parameters, local.trained))]
 
 
-@operation("dropless_backward", _backward_like)
-def _dropless_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+@kernel("dropless_backward", _backward_like)
+def _dropless_backward(tensors: Sequence[Tensor], local: ExpertShards, manuals: Manuals) -> list[Tensor]:
     """Map the output's gradient, the forward's tensors and its saved arrays to the gradients of all that have one."""
-    return _run(dropless_rows.backward, tensors, 4, text)
+    return _run(dropless_rows.backward, tensors, 4, local, manuals and manuals[1])
 
 
-def _run(function: Callable[..., Any], tensors: Sequence[Tensor], tokens: int, text: str) -> list[Tensor]:
+def _run(
+    function: Callable[..., Any], tensors: Sequence[Tensor], tokens: int, local: ExpertShards, manual: Manual | None
+) -> list[Tensor]:
     """Run ``function`` on ``tensors``, of which the first are ``tokens`` tensors of tokens."""
-    (local, manuals, _), device = from_text(text), tensors[0].device
+    device = tensors[0].device
     if device.type != "xla":
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
-    manual = manuals[function is dropless_rows.backward] if manuals else None
     # tells a device which experts it holds: its position in the mesh does not follow from its id
     experts = torch.arange(len(tensors[tokens]), dtype=torch.int32, device=device)
     return jax_call(function, *tensors[:tokens], experts, *tensors[tokens:], manual=manual, local=local)
-
-
-def _gradients(grad: Tensor | list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
-    grad_TH = grad if isinstance(grad, Tensor) else grad[0]
-    grad_x, grad_weight, *found = _dropless_backward([grad_TH, *saved], text)
-    gradients = iter(found)
-    return [grad_x, None, grad_weight, *(next(gradients) if t else None for t in from_text(text)[0].trained)]
-
-
-differentiate(_dropless, _gradients)
-differentiate(_dropless_kept, _gradients, saved=lambda tensors, results: [*tensors, *results[1:]])
-# the first projection's, by which the remat policies choose the values to keep
-count_flops("dropless_kept", lambda shapes, _: 2 * math.prod(shapes[1]) * math.prod(shapes[3][1:]))

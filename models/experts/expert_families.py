@@ -6,14 +6,15 @@ from functools import partial
 from torch import nn
 
 from shardwright.models.experts import expert_loops, input_scaling
+from shardwright.models.ops.swapped_methods import swap_methods
 
 # class of a block with experts → the function that puts these under the experts interface, or makes shapes static
 EXPERTS: dict[str, Callable[[nn.Module], None]] = {
     "Llama4TextMoe": input_scaling.route,
-    "DbrxExperts": partial(input_scaling.swap_methods, mixin=expert_loops.Glu),
-    "JetMoeParallelExperts": partial(input_scaling.swap_methods, mixin=expert_loops.RowsProducts),
-    "JetMoeTopKGating": partial(input_scaling.swap_methods, mixin=expert_loops.JetMoeRows),
-    "LongcatFlashExperts": partial(input_scaling.swap_methods, mixin=expert_loops.SomeIdentity),
+    "DbrxExperts": partial(swap_methods, mixin=expert_loops.Glu),
+    "JetMoeParallelExperts": partial(swap_methods, mixin=expert_loops.RowsProducts),
+    "JetMoeTopKGating": partial(swap_methods, mixin=expert_loops.JetMoeRows),
+    "LongcatFlashExperts": partial(swap_methods, mixin=expert_loops.SomeIdentity),
 }
 
 # classes of experts that transformers and serving engines load in MXFP4, all of a layer's in one tensor

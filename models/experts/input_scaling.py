@@ -6,7 +6,6 @@ expert gets only its own tokens, by any of this package's kernels, and the numbe
 Shape suffixes: T tokens, H hidden width, k experts a token, E experts.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -15,23 +14,13 @@ from torch import Tensor, nn
 # semi-private: transformers/integrations/moe.py, transformers 5.23
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from shardwright.models.ops.swapped_methods import swap_methods
+
 
 def route(block: nn.Module) -> None:
     """Make ``block``, of the structure of Llama-4's `Llama4TextMoe`, route tokens to its experts, in place."""
     swap_methods(block, ScaledBlock)
     swap_methods(block.get_submodule("experts"), ScaledExperts)
-
-
-def swap_methods(module: nn.Module, mixin: type) -> None:
-    """Give ``module`` the methods of ``mixin`` before those of its class, in place."""
-    original: Any = type(module)
-    module.__class__ = _with(mixin, original)
-
-
-@functools.cache
-def _with(mixin: type, original: type) -> type:
-    """The class ``original`` with the methods of ``mixin``, made once, so that layers stay equal."""
-    return type(original.__name__, (mixin, original), {})
 
 
 class ScaledExperts(nn.Module):

@@ -137,29 +137,20 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 def watch(model: nn.Module, split_rows: SplitRows) -> None:
     """Make the routers of ``model`` record, in training, the values that :class:`RouterLosses` needs."""
     for router, index in routers(model):
-        watches: list[_Scoring] = []
-
-        def begin(*_: Any, watches: list[_Scoring] = watches) -> None:
-            watches.append(_Scoring())
-            watches[-1].__enter__()
-
-        def end(module: nn.Module, _: Any, output: Any, watches: list[_Scoring] = watches, index: int = index) -> None:
-            scoring = watches.pop()
-            scoring.__exit__(None, None, None)
-            real_RS = real_tokens()
-            if output is not None and module.training and real_RS is not None:
-                values = output if isinstance(output, tuple) else (output,)
-                _record_router(scoring, values[index if isinstance(output, tuple) else 0], values, real_RS, split_rows)
-
-        router.register_forward_pre_hook(begin)
-        router.register_forward_hook(end, always_call=True)
+        router.forward = functools.partial(_watched, router, router.forward, index, split_rows)
 
 
-def _record_router(
-    scoring: _Scoring, recorded: Tensor, values: tuple[Any, ...], real_RS: Tensor, split_rows: SplitRows
-) -> None:
+def _watched(
+    router: nn.Module, forward: Callable[..., Any], index: int, split_rows: SplitRows, *args: Any, **kwargs: Any
+) -> Any:
+    with _Scoring() as scoring:
+        output = forward(*args, **kwargs)
+    real_RS = real_tokens()
+    if not router.training or real_RS is None:
+        return output
+    values, index = (output, index) if isinstance(output, tuple) else ((output,), 0)
     R, S = real_RS.shape
-    logits = scoring.before(recorded).to(torch.float32)
+    logits = scoring.before(values[index]).to(torch.float32)
     logits_TE = logits.reshape(R * S, -1)
     scores_TE = scoring.scores(logits).reshape(R * S, -1)
     scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
@@ -170,6 +161,7 @@ def _record_router(
     z_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
     for name, values_T in ((_Z, z_T1), (_SHARE, scores_TE), (_PICKED, picked_TE.to(torch.float32))):
         record(name, split_rows((values_T.reshape(R, S, -1) * real_RS1).sum(1)))
+    return output
 
 
 class _Scoring(TorchFunctionMode):

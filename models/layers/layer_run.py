@@ -208,23 +208,17 @@ class _TracedLayer:
 
     def _function(self, flat: Flat, prepare: Prepare) -> Flat:
         """The layer as a function of its inputs, to the wanted outputs, its stored entries, and side outputs."""
-        leaves, weights, buffers, real = list(self.settings), {}, {}, None
+        given: dict[str, dict[Any, Tensor]] = {target: {} for target in ("leaf", "weight", "buffer", "tokens")}
         for i, t in zip(self.inputs, flat, strict=False):
-            if i.target == "leaf":
-                leaves[i.name] = as_given(t, i.dtype)
-            elif i.target == "weight":
-                weights[i.name] = t
-            elif i.target == "tokens":
-                real = t
-            else:
-                buffers[i.name] = as_given(t, i.dtype)
+            given[i.target][i.name] = as_given(t, i.dtype)
+        leaves = [given["leaf"].get(at, setting) for at, setting in enumerate(self.settings)]
         args, kwargs = tree_unflatten(leaves, self.call_spec)
         shared = layer_inputs.shared_in(args, kwargs)
         before = [dict(mapping) for mapping in shared]
-        with randomness.drawing(*flat[len(self.inputs) :]), side_outputs.given(real):
+        with randomness.drawing(*flat[len(self.inputs) :]), side_outputs.given(given["tokens"].get(None)):
             prefix = f"{self.part.name}."
-            named = prepare({prefix + key: weight for key, weight in weights.items()})
-            used = {name.removeprefix(prefix): t for name, t in named.items()} | buffers
+            named = prepare({prefix + key: weight for key, weight in given["weight"].items()})
+            used = {name.removeprefix(prefix): t for name, t in named.items()} | given["buffer"]
             run = functools.partial(partial_gradients.functional_call, self.part.layer, used, args, kwargs)
             output, side = side_outputs.collect(run)
         stores = layer_inputs.stored(before, shared)

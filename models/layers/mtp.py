@@ -6,7 +6,6 @@ lie in the decoder's own list, behind those that it runs: a recipe's lines for l
 hub's names.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwright.models.ops.swapped_methods import swap_methods
 
 Value = TypeVar("Value")
 
@@ -73,11 +74,6 @@ class MtpLayer(nn.Module):
         return normed
 
 
-@functools.cache
-def _of_family(layer: Any) -> Any:
-    return type(layer.__name__, (MtpLayer, layer), {})
-
-
 def count_of(config: PretrainedConfig) -> int:
     """The number of MTP layers in a checkpoint of ``config``; 0 also for a family that is not in the table."""
     known = FORMATS.get(config.model_type)
@@ -113,8 +109,7 @@ def _complete(layer: nn.Module, config: Any, norm: Any) -> None:
     layer.enorm, layer.hnorm = norm(width, eps=eps), norm(width, eps=eps)
     layer.eh_proj = nn.Linear(2 * width, width, bias=False)
     layer.shared_head = nn.ModuleDict({"norm": norm(width, eps=eps)})
-    family: Any = type(layer)
-    layer.__class__ = _of_family(family)
+    swap_methods(layer, MtpLayer)
 
 
 def trunk_and_behind(layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:

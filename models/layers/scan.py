@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.models.layers.graph import Flat, LayerGraph
 from shardwright.models.layers.layer_inputs import Input, RunTensors
-from shardwright.models.ops.while_loop import Known, run_turns
+from shardwright.models.ops.while_loop import Known, Step, run_turns
 
 Gradients = list[Tensor | None]
 
@@ -67,12 +67,18 @@ class _Program:
 
     def backward(
         self,
-        gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
-        given: tuple[Flat, Flat, list[Flat], list[Flat]],
+        last: Gradients,
+        of_learned: Gradients,
+        of_sides: Sequence[Sequence[Any]],
+        learned: Flat,
+        fixed: Flat,
+        own: list[Flat],
+        kept: list[Flat],
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
-        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own."""
-        last, of_learned, of_sides = gradients  # of_learned: so far
-        learned, fixed, own, kept = given
+        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own.
+
+        ``last`` and ``of_sides`` are the gradients of what :meth:`forward` returns, ``of_learned`` those so far.
+        """
         of_chain: dict[int, Tensor | None] = {}
         for k, gradient in zip(self.last, last, strict=True):
             of_chain[k] = _sum(of_chain.get(k), gradient)
@@ -101,6 +107,13 @@ class _Program:
                     target[i.index] = _sum(before, gradient)
         return of_slots, of_learned, of_own
 
+    def turns(self, turn: Step, carry: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
+        """Run all turns, or the only one."""
+        with torch.no_grad():
+            if self.known is None:
+                return turn(carry, xs)
+            return run_turns(turn, carry, xs, reverse=reverse, known=self.known)
+
     def _given_again(self, stage: Stage, at: int) -> Input | None:
         """The input that the saved tensor ``at`` is, if the backward has it too: not the output of a layer."""
         known = stage.inputs[stage.graph.aliases[at]] if at in stage.graph.aliases else None
@@ -114,15 +127,10 @@ class _Run(torch.autograd.Function):
         slots, learned, fixed, own = given = tree_unflatten(flat, program.given)
 
         def turn(carry: Any, x: list[Flat]) -> tuple[Any, Any]:
-            slots, learned, fixed = carry
-            last, sides, kept = program.forward(slots, learned, fixed, x)
-            return (last, learned, fixed), (sides, kept)
+            last, sides, kept = program.forward(*carry, x)
+            return (last, *carry[1:]), (sides, kept)
 
-        with torch.no_grad():
-            if program.scanned:
-                (last, _, _), (sides, kept) = run_turns(turn, (slots, learned, fixed), own, known=program.known)
-            else:
-                last, sides, kept = program.forward(slots, learned, fixed, own)
+        (last, _, _), (sides, kept) = program.turns(turn, (slots, learned, fixed), own)
         ctx.program = program
         saved, ctx.saved = tree_flatten((given, kept))
         ctx.save_for_backward(*saved)
@@ -134,24 +142,21 @@ class _Run(torch.autograd.Function):
         program: _Program = ctx.program
         (slots, learned, fixed, own), kept = tree_unflatten(ctx.saved_tensors, ctx.saved)
         last, sides = tree_unflatten(gradients, program.results)
-        of_learned: Gradients = [torch.zeros_like(t) if t.is_floating_point() else None for t in learned]
+        of_learned: Gradients = [None] * len(learned)
+        if program.scanned:
+            last = [g if t.is_floating_point() else None for g, t in zip(last, slots, strict=True)]
+            of_learned = [torch.zeros_like(t) if t.is_floating_point() else None for t in learned]
 
         def turn(carry: Any, x: Any) -> tuple[Any, Any]:
             (of_last, of_learned, learned, fixed), (of_sides, own, kept) = carry, x
-            gradients, given = (of_last, of_learned, of_sides), (learned, fixed, own, kept)
-            of_slots, of_learned, of_own = program.backward(gradients, given)
-            pairs = zip(of_last, of_slots, strict=True)
-            whole = [torch.zeros_like(g) if new is None and g is not None else new for g, new in pairs]
-            return (whole, of_learned, learned, fixed), of_own
-
-        with torch.no_grad():
+            of_slots, of_learned, of_own = program.backward(of_last, of_learned, of_sides, learned, fixed, own, kept)
             if program.scanned:
-                last = [g if t.is_floating_point() else None for g, t in zip(last, slots, strict=True)]
-                carry, xs = (last, of_learned, learned, fixed), (sides, own, kept)
-                (of_slots, of_learned, _, _), of_own = run_turns(turn, carry, xs, reverse=True, known=program.known)
-            else:
-                given = (learned, fixed, own, kept)
-                of_slots, of_learned, of_own = program.backward((last, [None] * len(learned), sides), given)
+                pairs = zip(of_last, of_slots, strict=True)
+                of_slots = [torch.zeros_like(g) if new is None and g is not None else new for g, new in pairs]
+            return (of_slots, of_learned, learned, fixed), of_own
+
+        carry, xs = (last, of_learned, learned, fixed), (sides, own, kept)
+        (of_slots, of_learned, _, _), of_own = program.turns(turn, carry, xs, reverse=True)
         return None, *tree_flatten((of_slots, of_learned, [None] * len(fixed), of_own))[0]
 
 

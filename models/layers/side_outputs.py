@@ -8,8 +8,8 @@ and :func:`replay` appends them outside.
 A layer also has one input besides its arguments: the mask of padding (:func:`real_tokens`).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 # semi-private: transformers/utils/output_capturing.py, transformers 5.23 (the collector behind `capture_outputs`)
 from transformers.utils.output_capturing import _active_collector
+
+from shardwright.models.ops.during import during
 
 _metrics: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("side_metrics", default=None)
 _joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
@@ -32,14 +34,9 @@ def record(name: str, value: Tensor) -> None:
         channel.setdefault(name, []).append(value)
 
 
-@contextlib.contextmanager
-def given(real: Tensor | None) -> Iterator[None]:
+def given(real: Tensor | None) -> AbstractContextManager[Any]:
     """Inside, :func:`real_tokens` returns ``real``: [rows, S], 1 for a token and 0 for padding; None: no padding."""
-    token = _real.set(real)
-    try:
-        yield
-    finally:
-        _real.reset(token)
+    return during(_real, real)
 
 
 def real_tokens() -> Tensor | None:
@@ -49,22 +46,14 @@ def real_tokens() -> Tensor | None:
 def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[Tensor]]]:
     """Run a forward pass. Return its result and the recorded values by name; those of a stack have layers in front."""
     metrics: dict[str, list[Tensor]] = {}
-    token = _metrics.set(metrics)
-    try:
+    with during(_metrics, metrics):
         return run(), metrics
-    finally:
-        _metrics.reset(token)
 
 
-@contextlib.contextmanager
-def joined(*names: str) -> Iterator[None]:
+def joined(*names: str) -> AbstractContextManager[Any]:
     """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …]."""
     # with one tensor a layer the graph of their reader would grow with depth; the load-balancing loss treats rows alike
-    token = _joined.set(names)
-    try:
-        yield
-    finally:
-        _joined.reset(token)
+    return during(_joined, names)
 
 
 def wanted() -> tuple[str, ...]:
@@ -75,11 +64,8 @@ def wanted() -> tuple[str, ...]:
 def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
     """Run one layer with empty collectors. Return its result and the values that it appended."""
     captured: dict[str, list[Tensor]] = {name: [] for name in wanted()}
-    token = _active_collector.set(captured)
-    try:
+    with during(_active_collector, captured):
         result, metrics = collect_metrics(run)
-    finally:
-        _active_collector.reset(token)
     return result, {"captured": captured, "metrics": metrics}
 
 
@@ -98,7 +84,6 @@ def replay(sides: Sequence[SideOutputs], count: int) -> None:
         else:
             turns = zip(*(value.unbind() for value in values), strict=True)
             captured.setdefault(name, []).extend(value for turn in turns for value in turn)
-    for side in sides:
-        for name, values in side["metrics"].items():
-            if metrics is not None:
-                metrics.setdefault(name, []).extend(values)
+    if metrics is not None:
+        for name, values in (pair for side in sides for pair in side["metrics"].items()):
+            metrics.setdefault(name, []).extend(values)

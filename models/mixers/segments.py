@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Array, jax, jax_call, jnp, lax
-from shardwright.models.ops.operation import differentiate, operation
+from shardwright.models.ops.operation import kernel
 
 
 def apply(function: Callable[..., Array], *tensors: Tensor, **options: Any) -> Tensor:
@@ -22,7 +21,7 @@ def apply(function: Callable[..., Array], *tensors: Tensor, **options: Any) -> T
     ``function`` is a module-level JAX function, whose result has the shape and dtype of its first argument.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    return _mix(list(tensors), as_text((name, tuple(options.items()))))
+    return _mix(tensors, name, tuple(options.items()))
 
 
 def over_segments(
@@ -55,16 +54,15 @@ def _dense(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-@operation("mix", lambda tensors, _: _dense(tensors[0]))
-def _mix(tensors: Sequence[Tensor], text: str) -> Tensor:
-    function, options = from_text(text)
+@kernel(
+    "mix",
+    like=lambda tensors, *_: _dense(tensors[0]),
+    gradients=lambda gradient, tensors, *settings: _mix_backward([*tensors, gradient], *settings),
+)
+def _mix(tensors: Sequence[Tensor], function: str, options: tuple[tuple[str, Any], ...]) -> Tensor:
     return jax_call(pkgutil.resolve_name(function), *tensors, **dict(options))[0]
 
 
-@operation("mix_backward", lambda tensors, _: [_dense(t) for t in tensors[:-1]])
-def _mix_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    function, options = from_text(text)
+@kernel("mix_backward", like=lambda tensors, *_: [_dense(t) for t in tensors[:-1]])
+def _mix_backward(tensors: Sequence[Tensor], function: str, options: tuple[tuple[str, Any], ...]) -> list[Tensor]:
     return jax_call(_gradients, *tensors, kernel=pkgutil.resolve_name(function), **dict(options))
-
-
-differentiate(_mix, lambda gradient, tensors, text: _mix_backward([*tensors, gradient], text))

@@ -57,13 +57,11 @@ def attention(
     tensors: Sequence[Array], segments: Any, sinks: Array | None, mask: Any, softcap: float | None
 ) -> tuple[Array, Array]:
     """See `shardwright.models.ops.tpu_kernels.attention`."""
-    query, key, value = tensors
-    call = _Call.of("forward", tensors, segments, mask, softcap)
+    query, _, value = tensors
+    out = (*query.shape[:3], value.shape[3])
+    results = [jax.ShapeDtypeStruct(out, query.dtype), jax.ShapeDtypeStruct(out[:3], jnp.float32)]
     more = [] if sinks is None else [sinks.astype(jnp.float32)]
-    out = [jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype), _rows_like(query)]
-    found = call.run(_forward, query.shape[2] // call.tile.queries, query.shape[:2], out)(
-        *call.numbers(segments, mask, "queries"), query, key, value, *more
-    )
+    found = _run("forward", _forward, tensors, more, results, segments, mask, softcap)
     return found[0], found[1]
 
 
@@ -71,71 +69,64 @@ def attention_backward(
     tensors: Sequence[Array], rows: Sequence[Array], grad_out: Array, segments: Any, mask: Any, softcap: float | None
 ) -> tuple[Array, Array, Array]:
     """See `shardwright.models.ops.tpu_kernels.attention_backward`."""
-    query, key, value = tensors
     logsumexp, dot = rows
     # a row without any key has none to exponentiate against
     logsumexp = jnp.where(logsumexp > _LOWEST, logsumexp * _LOG2E, 0)
-    given = (query, key, value, grad_out.astype(query.dtype), logsumexp, dot)
-    call = _Call.of("dq", tensors, segments, mask, softcap)
-    out = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
-    (grad_query,) = call.run(_backward_query, query.shape[2] // call.tile.queries, query.shape[:2], out)(
-        *call.numbers(segments, mask, "queries"), *given
-    )
-    call = _Call.of("dkv", tensors, segments, mask, softcap)
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)]
-    grad_key, grad_value = call.run(_backward_key, key.shape[2] // call.tile.keys, key.shape[:2], out)(
-        *call.numbers(segments, mask, "keys"), *given
-    )
+    more = [grad_out.astype(tensors[0].dtype), logsumexp, dot]
+    query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors)
+    (grad_query,) = _run("dq", _backward_query, tensors, more, [query], segments, mask, softcap)
+    grad_key, grad_value = _run("dkv", _backward_key, tensors, more, [key, value], segments, mask, softcap)
     return grad_query, grad_key, grad_value
-
-
-def _rows_like(query: Array) -> Any:
-    return jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
 
 
 @dataclass(frozen=True)
 class _Call:
     """A kernel's parameters besides its arrays."""
 
-    name: str
     tile: _Tile
     sees: Callable[[Array, Array], Array] | None  # of a query's position and a key's index
     segmented: bool
     softcap: float | None
 
-    @staticmethod
-    def of(name: str, tensors: Sequence[Array], segments: Any, mask: Any, softcap: float | None) -> "_Call":
-        query, _, value = tensors
-        width = max(64, _power(query.shape[3]), _power(value.shape[3]))
-        tile = _EXACT if query.dtype.itemsize > 2 else _TILES[name, width]
-        return _Call(name, tile, mask.function, segments is not None, softcap)
-
     @property
     def masked(self) -> bool:
         return self.segmented or self.sees is not None
 
-    def run(self, kernel: Callable[..., None], blocks: int, heads: tuple[int, ...], out: list[Any]) -> Any:
-        return pl.pallas_call(
-            functools.partial(kernel, self),
-            out,
-            # a GPU starts programs in the order of the first axis
-            grid=(blocks, math.prod(heads)),
-            compiler_params=triton.CompilerParams(num_warps=self.tile.warps, num_stages=self.tile.stages),
-            interpret=INTERPRETED,
-            name=f"attention_{self.name}",
-        )
 
-    def numbers(self, segments: Any, mask: Any, kept: str) -> tuple[Array, ...]:
-        """Return the ranges of blocks to visit (:func:`_ranges`), the queries' positions, and both's segments."""
-        length = mask.sizes.length
-        positions = mask.queries.q_sequence
-        positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
-        none = jnp.zeros((1, length), jnp.int32)
-        own, others = (none, none) if segments is None else (segments.q, segments.kv)
-        met, whole = _meetings(self.tile, mask, positions, own, others)
-        if kept == "keys":
-            met, whole = met.swapaxes(1, 2), whole.swapaxes(1, 2)
-        return _ranges(met, whole), positions, own, others
+def _run(
+    name: str,
+    kernel: Callable[..., None],
+    tensors: Sequence[Array],
+    more: Sequence[Array],
+    results: list[Any],
+    segments: Any,
+    mask: Any,
+    softcap: float | None,
+) -> Any:
+    """Run ``kernel`` on the ranges of blocks to visit (:func:`_ranges`), the queries' positions, the segments of both,
+    query, key, value and ``more``. A program keeps a block of the first of ``results``, of queries or of keys.
+    """
+    query, key, value = tensors
+    width = max(64, _power(query.shape[3]), _power(value.shape[3]))
+    tile = _EXACT if query.dtype.itemsize > 2 else _TILES[name, width]
+    length = mask.sizes.length
+    positions = mask.queries.q_sequence
+    positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+    none = jnp.zeros((1, length), jnp.int32)
+    own, others = (none, none) if segments is None else (segments.q, segments.kv)
+    met, whole = _meetings(tile, mask, positions, own, others)
+    kept, size = query, tile.queries
+    if name == "dkv":
+        kept, size, met, whole = key, tile.keys, met.swapaxes(1, 2), whole.swapaxes(1, 2)
+    return pl.pallas_call(
+        functools.partial(kernel, _Call(tile, mask.function, segments is not None, softcap)),
+        results,
+        # a GPU starts programs in the order of the first axis
+        grid=(kept.shape[2] // size, math.prod(kept.shape[:2])),
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=INTERPRETED,
+        name=f"attention_{name}",
+    )(_ranges(met, whole), positions, own, others, *tensors, *more)
 
 
 def _meetings(tile: _Tile, mask: Any, positions: Array, own: Array, others: Array) -> tuple[Array, Array]:
@@ -222,12 +213,6 @@ def _visit(call: _Call, ranges: Any, index: tuple[Any, ...], body: Callable[[Any
     return lax.fori_loop(0, before + last - until, turn, carry)
 
 
-def _program(ref: Any, heads: int) -> tuple[Any, Any]:
-    """The batch row and the head of this program."""
-    number = pl.program_id(1)
-    return number // heads, number % heads
-
-
 def _row_of(ref: Any, b: Any) -> Any:
     return b if ref.shape[0] > 1 else 0
 
@@ -250,94 +235,89 @@ def _score(call: _Call, scores: Array) -> tuple[Array, Array | float]:
     return tanh * (call.softcap * _LOG2E), 1 - tanh * tanh
 
 
-def _forward(
-    call: _Call, ranges: Any, positions: Any, own: Any, others: Any, query: Any, key: Any, value: Any, *refs: Any
-) -> None:
-    *sinks, out, logsumexp = refs
-    H, Q, C = query.shape[1], call.tile.queries, call.tile.keys
-    x, (b, h) = pl.num_programs(0) - 1 - pl.program_id(0), _program(query, H)  # those that see the most begin
-    k = h // (H // key.shape[1])
-    q = _block(query, (b, h), x * Q, Q)
-    position, segment = positions[pl.ds(x * Q, Q)], own[_row_of(own, b), pl.ds(x * Q, Q)]
+class _Queries:
+    """The block of queries that this program keeps."""
+
+    def __init__(self, call: _Call, ranges: Any, positions: Any, own: Any, others: Any, query: Any, key: Any) -> None:
+        self.call, self.ranges, self.others, self.key = call, ranges, others, key
+        H, Q = query.shape[1], call.tile.queries
+        self.x = pl.num_programs(0) - 1 - pl.program_id(0)  # those that see the most begin
+        self.head = b, h = pl.program_id(1) // H, pl.program_id(1) % H
+        self.key_head, self.rows = (b, h // (H // key.shape[1])), pl.ds(self.x * Q, Q)
+        self.query = self.block(query)
+        self.position, self.segment = positions[self.rows], own[_row_of(own, b), self.rows]
+
+    def block(self, ref: Any) -> Array:
+        return _block(ref, self.head, self.x * self.call.tile.queries, self.call.tile.queries)
+
+    def store(self, ref: Any, value: Array) -> None:
+        _store(ref, self.head, self.x * self.call.tile.queries, value)
+
+    def keys(self, ref: Any, y: Any) -> Array:
+        C = self.call.tile.keys
+        return _block(ref, self.key_head, y * C, C)
+
+    def scores(self, keys: Array, y: Any, masked: bool) -> tuple[Array, Array | float]:
+        """The scores of block ``y`` of the keys, and the slope of the soft cap."""
+        scores, slope = _score(self.call, multiplied(self.query, keys, trans_b=True))
+        if masked:
+            C = self.call.tile.keys
+            index = y * C + jnp.arange(C, dtype=jnp.int32)
+            theirs = self.others[_row_of(self.others, self.head[0]), pl.ds(y * C, C)]
+            seen = _seen(self.call, self.position[:, None], self.segment[:, None], index[None], theirs[None])
+            scores = jnp.where(seen, scores, -jnp.inf)
+        return scores, slope
+
+    def visit(self, body: Callable[[Any, bool, Any], Any], carry: Any) -> Any:
+        return _visit(self.call, self.ranges, (_row_of(self.ranges, self.head[0]), self.x), body, carry)
+
+
+def _forward(call: _Call, *refs: Any) -> None:
+    *places, query, key, value = refs[:7]
+    *sinks, out, logsumexp = refs[7:]
+    queries, Q = _Queries(call, *places, query, key), call.tile.queries
 
     def body(y: Any, masked: bool, carry: Any) -> Any:
         acc, top, total = carry
-        scores, _ = _score(call, multiplied(q, _block(key, (b, k), y * C, C), trans_b=True))
-        if masked:
-            index = y * C + jnp.arange(C, dtype=jnp.int32)
-            theirs = others[_row_of(others, b), pl.ds(y * C, C)]
-            seen = _seen(call, position[:, None], segment[:, None], index[None], theirs[None])
-            scores = jnp.where(seen, scores, -jnp.inf)
+        scores, _ = queries.scores(queries.keys(key, y), y, masked)
         new = jnp.maximum(top, scores.max(1))
         weights, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(top - new)
-        v = _block(value, (b, k), y * C, C)
+        v = queries.keys(value, y)
         acc = acc * shrink[:, None] + multiplied(weights.astype(v.dtype), v)
         return acc, new, total * shrink + weights.sum(1)
 
     top, total = jnp.full(Q, _LOWEST, jnp.float32), jnp.zeros(Q, jnp.float32)
     if sinks:
-        top, total = jnp.zeros(Q, jnp.float32) + sinks[0][h] * _LOG2E, total + 1
+        top, total = jnp.zeros(Q, jnp.float32) + sinks[0][queries.head[1]] * _LOG2E, total + 1
     acc = jnp.zeros((Q, _power(value.shape[3])), jnp.float32)
-    acc, top, total = _visit(call, ranges, (_row_of(ranges, b), x), body, (acc, top, total))
-    _store(out, (b, h), x * Q, acc / jnp.where(total > 0, total, 1)[:, None])
-    logsumexp[b, h, pl.ds(x * Q, Q)] = (top + jnp.log2(total)) / _LOG2E
+    acc, top, total = queries.visit(body, (acc, top, total))
+    queries.store(out, acc / jnp.where(total > 0, total, 1)[:, None])
+    logsumexp[(*queries.head, queries.rows)] = (top + jnp.log2(total)) / _LOG2E
 
 
-def _backward_query(
-    call: _Call,
-    ranges: Any,
-    positions: Any,
-    own: Any,
-    others: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    grad_out: Any,
-    logsumexp: Any,
-    dot: Any,
-    grad_query: Any,
-) -> None:
-    H, Q, C = query.shape[1], call.tile.queries, call.tile.keys
-    x, (b, h) = pl.num_programs(0) - 1 - pl.program_id(0), _program(query, H)
-    k, rows = h // (H // key.shape[1]), pl.ds(x * Q, Q)
-    q, grad = (_block(ref, (b, h), x * Q, Q) for ref in (query, grad_out))
-    position, segment = positions[rows], own[_row_of(own, b), rows]
-    top, mean = logsumexp[b, h, rows], dot[b, h, rows]
+def _backward_query(call: _Call, *refs: Any) -> None:
+    *places, query, key, value, grad_out, logsumexp, dot, grad_query = refs
+    queries = _Queries(call, *places, query, key)
+    grad = queries.block(grad_out)
+    top, mean = (ref[(*queries.head, queries.rows)] for ref in (logsumexp, dot))
 
     def body(y: Any, masked: bool, acc: Any) -> Any:
-        keys = _block(key, (b, k), y * C, C)
-        scores, slope = _score(call, multiplied(q, keys, trans_b=True))
-        if masked:
-            index = y * C + jnp.arange(C, dtype=jnp.int32)
-            theirs = others[_row_of(others, b), pl.ds(y * C, C)]
-            seen = _seen(call, position[:, None], segment[:, None], index[None], theirs[None])
-            scores = jnp.where(seen, scores, -jnp.inf)
+        keys = queries.keys(key, y)
+        scores, slope = queries.scores(keys, y, masked)
         weights = jnp.exp2(scores - top[:, None])
-        grad_weights = multiplied(grad, _block(value, (b, k), y * C, C), trans_b=True)
+        grad_weights = multiplied(grad, queries.keys(value, y), trans_b=True)
         grad_scores = weights * (grad_weights - mean[:, None]) * slope
         return acc + multiplied(grad_scores.astype(keys.dtype), keys)
 
-    acc = jnp.zeros((Q, _power(query.shape[3])), jnp.float32)
-    _store(grad_query, (b, h), x * Q, _visit(call, ranges, (_row_of(ranges, b), x), body, acc))
+    acc = jnp.zeros((call.tile.queries, _power(query.shape[3])), jnp.float32)
+    queries.store(grad_query, queries.visit(body, acc))
 
 
-def _backward_key(
-    call: _Call,
-    ranges: Any,
-    positions: Any,
-    own: Any,
-    others: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    grad_out: Any,
-    logsumexp: Any,
-    dot: Any,
-    grad_key: Any,
-    grad_value: Any,
-) -> None:
+def _backward_key(call: _Call, *refs: Any) -> None:
+    ranges, positions, own, others, query, key, value, grad_out, logsumexp, dot, grad_key, grad_value = refs
     K, Q, C = key.shape[1], call.tile.queries, call.tile.keys
-    y, (b, k) = pl.program_id(0), _program(key, K)  # the first keys are seen by most queries
+    y = pl.program_id(0)  # the first keys are seen by most queries
+    b, k = pl.program_id(1) // K, pl.program_id(1) % K
     group, cols = query.shape[1] // K, pl.ds(y * C, C)
     keys, values = (_block(ref, (b, k), y * C, C) for ref in (key, value))
     index, theirs = y * C + jnp.arange(C, dtype=jnp.int32), others[_row_of(others, b), cols]

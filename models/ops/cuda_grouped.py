@@ -31,14 +31,9 @@ def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Any, *, con
     lines, columns, depth = _tile(x_RK.dtype, R, N, K)
     group, start, end = _visits(sizes_G, lines, R)
     kernel = functools.partial(_product, tile=(lines, columns, depth), contract_last=contract_last)
-    return pl.pallas_call(
-        kernel,
-        jax.ShapeDtypeStruct((R, N), x_RK.dtype),
-        grid=((-(-R // lines) + G - 1) * -(-N // columns),),
-        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
-        interpret=INTERPRETED,
-        name="grouped_product",
-    )(group, start, end, x_RK, w_G)
+    grid = ((-(-R // lines) + G - 1) * -(-N // columns),)
+    made = jax.ShapeDtypeStruct((R, N), x_RK.dtype)
+    return _call("grouped_product", kernel, made, grid)(group, start, end, x_RK, w_G)
 
 
 def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Any, into_GKN: Array | None) -> Array:
@@ -48,15 +43,22 @@ def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Any, into_GK
     end_G = jnp.cumsum(sizes_G, dtype=jnp.int32)
     more = [] if into_GKN is None else [into_GKN]
     kernel = functools.partial(_outer, tile=(lines, columns, depth))
+    grid = (-(-K // lines) * -(-N // columns), G)
+    made = jax.ShapeDtypeStruct((G, K, N), a_RK.dtype if into_GKN is None else into_GKN.dtype)
+    run = _call("grouped_outer", kernel, made, grid, input_output_aliases={4: 0} if more else {})
+    return run(end_G - sizes_G, end_G, a_RK, b_RN, *more)
+
+
+def _call(name: str, kernel: Any, made: Any, grid: tuple[int, ...], **options: Any) -> Any:
     return pl.pallas_call(
         kernel,
-        jax.ShapeDtypeStruct((G, K, N), a_RK.dtype if into_GKN is None else into_GKN.dtype),
-        grid=(-(-K // lines) * -(-N // columns), G),
+        made,
+        grid=grid,
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=INTERPRETED,
-        input_output_aliases={4: 0} if more else {},
-        name="grouped_outer",
-    )(end_G - sizes_G, end_G, a_RK, b_RN, *more)
+        name=name,
+        **options,
+    )
 
 
 def _tile(dtype: Any, lines: int, columns: int, depth: int) -> tuple[int, int, int]:

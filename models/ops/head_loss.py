@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Array, Axes, Manual, Spec, jax, jax_call, jnp, lax
-from shardwright.models.ops.operation import differentiate, operation
+from shardwright.models.ops.operation import kernel
 from shardwright.models.ops.token_loss import TokenTerms
 
 CHUNK = 1024
@@ -50,37 +49,28 @@ def head_loss(
     hidden_RSH: Tensor, head_VH: Tensor, targets_RS: Tensor, layout: TokenLayout, terms: TokenTerms = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scored targets' summed loss (with gradients) and top hits, 0-d float32, and logsumexps [R, S]."""
-    loss, hits, logsumexp = _loss([hidden_RSH, head_VH, targets_RS], as_text((layout, terms)))
+    loss, hits, logsumexp = _loss([hidden_RSH, head_VH, targets_RS], layout, terms)
     return loss, hits, logsumexp.detach()
 
 
-@operation("head_loss", lambda t, _: [t[0].new_empty(s, dtype=torch.float32) for s in ((), (), t[2].shape)])
-def _loss(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+@kernel(
+    "head_loss",
+    like=lambda tensors, *_: [tensors[0].new_empty(s, dtype=torch.float32) for s in ((), (), tensors[2].shape)],
+    gradients=lambda grads, saved, *settings: [*_loss_backward([grads[0], *saved], *settings), None],
+    saved=lambda tensors, results: [results[2], *tensors],
+)
+def _loss(tensors: Sequence[Tensor], layout: TokenLayout, terms: TokenTerms) -> list[Tensor]:
     """Map hidden, head and targets to the loss, the hits and each token's logsumexp."""
-    layout, terms = _read(text)
     manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), (), layout.tokens), layout.order)
     return jax_call(_forward, *tensors, manual=manual, layout=layout, terms=terms)
 
 
-@operation("head_loss_backward", lambda tensors, _: [t.new_empty(t.shape) for t in tensors[2:4]])
-def _loss_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+@kernel("head_loss_backward", like=lambda tensors, *_: [t.new_empty(t.shape) for t in tensors[2:4]])
+def _loss_backward(tensors: Sequence[Tensor], layout: TokenLayout, terms: TokenTerms) -> list[Tensor]:
     """Map the loss's gradient, logsumexps, hidden, head and targets to the gradients of hidden and head."""
-    layout, terms = _read(text)
     inputs = ((), layout.tokens, layout.tokens, (), layout.tokens)
     manual = Manual(layout.axes, inputs, (layout.tokens, layout.head(len(tensors[3]))), layout.order)
     return jax_call(_backward, *tensors, manual=manual, layout=layout, terms=terms)
-
-
-def _read(text: str) -> tuple[TokenLayout, TokenTerms]:
-    layout, terms = from_text(text)
-    return layout, terms
-
-
-differentiate(
-    _loss,
-    lambda grads, saved, text: [*_loss_backward([grads[0], *saved], text), None],
-    saved=lambda tensors, results: [results[2], *tensors],
-)
 
 
 def _forward(

@@ -112,9 +112,13 @@ def _padded(width: int, most: int) -> int:
     return -(-width // tile) * tile
 
 
-def _tile_rows(rows: int, groups: int, visits: int) -> int:
-    """The rows of a tile, where the longest list of ``visits`` has all tiles, and one more for each further group."""
-    return rows // max(visits - groups + 1, 1)
+def _grouped_work(
+    kind: str, moved: int, rows: int, widths: tuple[int, int], groups: int, visits: int, most: tuple[int, int]
+) -> Work:
+    # the rows of a tile, where the longest list of visits has all tiles, and one more for each further group
+    size = rows // max(visits - groups + 1, 1)
+    inner, outer = (_padded(width, widest) for width, widest in zip(widths, most, strict=True))
+    return Work(kind, 2.0 * visits * size * inner * outer, float(moved), size=size)
 
 
 def gmm_work(rows: int, inner: int, outer: int, groups: int, visits: int, itemsize: int, most: Tiles) -> Work:
@@ -126,9 +130,7 @@ def gmm_work(rows: int, inner: int, outer: int, groups: int, visits: int, itemsi
     # all rows are read again for each tile of columns, and a whole matrix in each visit
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer
-    size = _tile_rows(rows, groups, visits)
-    flops = 2.0 * visits * size * _padded(inner, most.gmm[0]) * _padded(outer, most.gmm[1])
-    return Work("gmm", flops, float(moved * itemsize), size=size)
+    return _grouped_work("gmm", moved * itemsize, rows, (inner, outer), groups, visits, most.gmm)
 
 
 def tgmm_work(
@@ -138,6 +140,4 @@ def tgmm_work(
     widths = zip((inner, outer), most.tgmm, strict=True)
     lines, columns = (-(-width // tile_width(width, widest)) for width, widest in widths)
     moved = rows * (inner * columns + outer * lines) * itemsize + 2 * groups * inner * outer * sum_itemsize
-    size = _tile_rows(rows, groups, visits)
-    flops = 2.0 * visits * size * _padded(inner, most.tgmm[0]) * _padded(outer, most.tgmm[1])
-    return Work("tgmm", flops, float(moved), size=size)
+    return _grouped_work("tgmm", moved, rows, (inner, outer), groups, visits, most.tgmm)

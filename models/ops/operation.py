@@ -1,19 +1,18 @@
 """Functions that are one operation of the torch graph, ``torch.ops.shardwright.<name>``: AOTAutograd keeps them whole.
 
-They take tensors, numbers and text; any other value is passed as text
-(:mod:`shardwright.models.ops.arguments_as_text`). A *kernel* takes a list of tensors and one text.
+An operation takes tensors, numbers and text. A *kernel* takes a list of tensors and settings, which it gets as text
+(:mod:`shardwright.models.ops.arguments_as_text`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# a kernel's gradient of the result (a list of them, if it returns a list; None: not used), saved tensors and text
-# -> the gradient of each tensor; None: it has none
-Gradients = Callable[[Any, Sequence[Tensor], str], list[Tensor | None]]
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+
 Map = Callable[[Tensor], Tensor]
 
 
@@ -31,27 +30,49 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
     return register
 
 
-def differentiate(
-    kernel: Any,
-    gradients: Gradients,
-    saved: Callable[[list[Tensor], Any], Iterable[Tensor]] = lambda tensors, _: tensors,
-) -> None:
-    """Give a kernel gradients; the backward needs those of its tensors and its results that ``saved`` chooses."""
+def kernel(
+    name: str,
+    like: Callable[..., Any],
+    gradients: Callable[..., list[Tensor | None]] | None = None,
+    saved: Callable[[Sequence[Tensor], Any], Iterable[Tensor]] = lambda tensors, _: tensors,
+    flops: Callable[..., int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make ``function(tensors, *settings)`` the operation ``name``, which is called likewise.
 
-    def save(ctx: Any, inputs: tuple[list[Tensor], str], output: Any) -> None:
-        tensors, ctx.text = inputs
-        ctx.save_for_backward(*saved(tensors, output))
-        ctx.set_materialize_grads(False)
+    Args:
+        like: of the same arguments; returns empty tensors like the results, a tensor or a list of them.
+        gradients: maps the gradient of the result (a list of them, if it returns a list; None: not used), the saved
+            tensors and the settings to the gradient of each tensor; None: it has none.
+        saved: chooses the tensors, of the kernel's and its results, that ``gradients`` needs.
+        flops: of the tensors' shapes and the settings; lets remat policies keep the results.
+    """
 
-    def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], None]:
-        return gradients(gradient, ctx.saved_tensors, ctx.text), None
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        results = "Tensor" if get_type_hints(function)["return"] is Tensor else "Tensor[]"
+        made = torch.library.custom_op(
+            f"shardwright::{name}",
+            lambda tensors, text: function(tensors, *from_text(text)),
+            mutates_args=(),
+            schema=f"(Tensor[] tensors, str text) -> {results}",
+        )
+        made.register_fake(lambda tensors, text: like(tensors, *from_text(text)))
+        if gradients is not None:
 
-    kernel.register_autograd(backward, setup_context=save)
+            def save(ctx: Any, inputs: tuple[list[Tensor], str], output: Any) -> None:
+                tensors, ctx.text = inputs
+                ctx.save_for_backward(*saved(tensors, output))
+                ctx.set_materialize_grads(False)
 
+            def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], None]:
+                return gradients(gradient, ctx.saved_tensors, *from_text(ctx.text)), None
 
-def count_flops(name: str, formula: Callable[[list[Sequence[int]], str], int]) -> None:
-    """Let remat policies keep a kernel's results; ``formula`` takes the shapes of its tensors, and its text."""
-    register_flop_formula(getattr(torch.ops.shardwright, name))(lambda shapes, text, **_: formula(shapes, text))
+            made.register_autograd(backward, setup_context=save)
+        if flops is not None:
+            formula = register_flop_formula(getattr(torch.ops.shardwright, name))
+            formula(lambda shapes, text, **_: flops(shapes, *from_text(text)))
+        return lambda tensors, *settings: made(list(tensors), as_text(settings))
+
+    return register
 
 
 class LinearMap(torch.autograd.Function):

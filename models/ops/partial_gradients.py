@@ -12,7 +12,7 @@ gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_
 gradient; from any other it goes to the parameter, and is summed over devices at once. The two add up to the gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops import scopes
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import exchange_sum
+from shardwright.models.ops.during import during
 from shardwright.models.ops.jax_call import Array, Manual, jax, jax_call, jnp
-from shardwright.models.ops.operation import operation
+from shardwright.models.ops.operation import kernel, operation
 
 # name -> tensor
 Tensors = dict[str, Tensor]
@@ -50,12 +50,8 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
     partials = {id(p): tensors[name + SUFFIX] for name, p in parameters.items() if name + SUFFIX in tensors}
     if not partials:
         return torch.func.functional_call(module, parameters, args, kwargs)
-    token = _active.set(partials)
-    try:
-        with _Watch():
-            return torch.func.functional_call(module, parameters, args, kwargs)
-    finally:
-        _active.reset(token)
+    with during(_active, partials), _Watch():
+        return torch.func.functional_call(module, parameters, args, kwargs)
 
 
 def of(parameters: Tensors) -> dict[str, Tensor]:
@@ -77,7 +73,7 @@ class Sum:
 
 def total(partial: Tensor, how: Sum) -> Tensor:
     """Sum ``partial``, on XLA devices, over its batch shards with the collectives of ``how``."""
-    return _total(partial, as_text(how))
+    return _total([partial], how)
 
 
 def expert_linear(x_ENH: Tensor, weight: Tensor, transposed: bool) -> Tensor:
@@ -108,16 +104,10 @@ def _sum_rows(t_DxH: Tensor) -> Tensor:
     return t_DxH.sum(dim=tuple(range(1, t_DxH.dim() - 1)))
 
 
-def _total_like(partial: Tensor, sum_text: str) -> Tensor:
-    dim = from_text(sum_text).dim
-    return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
-
-
-@operation("total", _total_like)
-def _total(partial: Tensor, sum_text: str) -> Tensor:
-    how: Sum = from_text(sum_text)
+@kernel("total", like=lambda partials, how: partials[0].new_empty(partials[0].select(how.dim, 0).shape))
+def _total(partials: Sequence[Tensor], how: Sum) -> Tensor:
     with scopes.scope(how.name.rpartition(".")[0]):
-        return jax_call(_sum_shards, partial, manual=how.manual, how=how)[0]
+        return jax_call(_sum_shards, *partials, manual=how.manual, how=how)[0]
 
 
 def _sum_shards(x: Array, *, how: Sum) -> Array:
@@ -213,17 +203,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else _apply(_SHIFT, y, bias)
 
 
-def _embedding(
-    ids: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, **options: Any) -> Tensor:
+    # torch passes the options by name, those at their defaults too
+    if any(options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
+        return F.embedding(ids, weight, padding_idx, **options)
     y = _apply(_EMBEDDING, ids, weight)
     return y if padding_idx is None else torch.where((ids == padding_idx).unsqueeze(-1), y.detach(), y)
 

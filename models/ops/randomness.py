@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops import random_bits
+from shardwright.models.ops.during import during
 
 _active: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
@@ -71,12 +72,9 @@ class Draws(TorchFunctionMode):
 @contextlib.contextmanager
 def drawing(key: Tensor | None = None) -> Iterator[Draws]:
     """Inside, the model draws from ``key``, int32 [2]; None: a draw is an error (:class:`UnknownDraw`)."""
-    token = _active.set(draws := Draws(key))
-    try:
-        with draws:
-            yield draws
-    finally:
-        _active.reset(token)
+    draws = Draws(key)
+    with during(_active, draws), draws:
+        yield draws
 
 
 def active() -> Draws:

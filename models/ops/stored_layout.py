@@ -12,9 +12,8 @@ import torch
 from jax.experimental.layout import Layout, with_layout_constraint
 from torch import Tensor
 
-from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Array, Manual, jax_call
-from shardwright.models.ops.operation import operation
+from shardwright.models.ops.operation import kernel
 
 _ROWS, _COLUMNS = 8, 128  # of a tile
 _WORD = 4  # bytes: narrower values are packed, row on row
@@ -25,7 +24,7 @@ def as_stored(weight: Tensor, manual: Manual, layers: int = 0) -> Tensor:
 
     ``manual`` is its layout, as one input and one output. It is a slice of a stack of ``layers``; 0: by itself.
     """
-    return _as_stored(weight, as_text(manual), layers)
+    return _as_stored([weight], manual, layers)
 
 
 def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -45,12 +44,14 @@ def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (*(dim for dim in range(len(shape)) if dim not in last), *last)
 
 
-@operation("as_stored", lambda weight, *_: torch.empty_like(weight))
-def _as_stored(weight: Tensor, manual: str, layers: int) -> Tensor:
-    return jax_call(ordered, weight, manual=from_text(manual), layers=layers)[0]
-
-
-_as_stored.register_autograd(lambda ctx, gradient: (gradient, None, None))
+@kernel(
+    "as_stored",
+    like=lambda weights, *_: torch.empty_like(weights[0]),
+    gradients=lambda gradient, *_: [gradient],
+    saved=lambda *_: (),
+)
+def _as_stored(weights: Sequence[Tensor], manual: Manual, layers: int) -> Tensor:
+    return jax_call(ordered, *weights, manual=manual, layers=layers)[0]
 
 
 def ordered(x: Array, layers: int = 0) -> Array:

@@ -88,8 +88,8 @@ def test_attention_is_the_plain_one(
 def test_no_mask_is_computed_where_all_is_seen() -> None:
     scoring = Scoring(1.0, None, None, None, causal=True, dropout=0.0, site=0)
     mask = splash_masks.causal(splash_masks.BlockSizes(256, 128, 128), scoring)
-    call = cuda_attention._Call("forward", cuda_attention._Tile(64, 32, 4, 1), mask.function, False, None)
-    ranges, *_ = call.numbers(None, mask, "queries")
+    tile, one = cuda_attention._Tile(64, 32, 4, 1), jnp.zeros((1, 256), jnp.int32)  # one segment
+    ranges = cuda_attention._ranges(*cuda_attention._meetings(tile, mask, mask.queries.q_sequence, one, one))
     # for each of four blocks of queries: the range of blocks of keys, and within it that of those that all of them see
     assert ranges[0].tolist() == [[0, 2, 2, 2], [0, 4, 0, 2], [0, 6, 0, 4], [0, 8, 0, 6]]
 

@@ -34,15 +34,12 @@ class CompileGuard:
         Raises UserError if the batch is unlike the first in names, shapes or dtypes, or it compiled again all the same.
         """
         with hosts().watchdog.compiling() if self.first else contextlib.nullcontext():
-            return self._run(batch, trace)
-
-    def _run(self, batch: Tensors, trace: Trace) -> Tensors:
-        self._compare(batch)
-        before, compiled = program_count(), compile_count()
-        results = trace(batch)
-        if self.first:
-            self._graph = graph_text(results)
-        run_now(list(results.values()))
+            self._compare(batch)
+            before, compiled = program_count(), compile_count()
+            results = trace(batch)
+            if self.first:
+                self._graph = graph_text(results)
+            run_now(list(results.values()))
         self.compiles += program_count() - before
         COMPILED[self.what] += compile_count() - compiled
         self.first = False

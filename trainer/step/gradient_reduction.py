@@ -24,6 +24,7 @@ from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops import jax_call, partial_gradients
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Manual
+from shardwright.models.ops.operation import LinearMap
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, device_order
 
@@ -109,21 +110,12 @@ class PartialGradient:
 
     def leaf(self, parameter: Tensor) -> Tensor:
         """A tensor [shards, *shape], never read, whose gradient sums to that of one layer's ``parameter``."""
-        return _Leaf.apply(parameter, replace(self, dim=0))
+        return LinearMap.apply(
+            lambda one: one.unsqueeze(0).expand(self.shards, *one.shape), replace(self, dim=0).total, parameter
+        )
 
     def _spec(self, layout: Layout) -> PartitionSpec:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
-
-
-class _Leaf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parameter: Tensor, partial: PartialGradient) -> Tensor:  # type: ignore[override]
-        ctx.partial = partial
-        return parameter.unsqueeze(0).expand(partial.shards, *parameter.shape)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return ctx.partial.total(gradient), None
 
 
 def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, PartialGradient]:

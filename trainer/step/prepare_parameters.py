@@ -61,8 +61,12 @@ class Prepare:
         entry, partial = self._entry(name), self.partials.get(name)
         # the biases that routers add for selection stay as they are: in bfloat16 a step of 0.001 would be lost
         cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
-        placed = self._placed(name, cast)
-        prepared = {name: self._whole(name, placed)}
+        placed = whole = self._constrain(cast, entry.layout)
+        if not self._is_dropless(name):  # whose kernel gathers it itself
+            # gathered along the axes that split the tokens, which also places the reduction of its gradient: left to
+            # itself the partitioner gathers the tokens of the whole batch where that seems shorter
+            whole = self._without(self._token_axes(name, entry), entry.layout, placed)
+        prepared = {name: whole}
         if partial is not None and partial.scatters:
             prepared[name + SUFFIX] = partial.leaf(placed)
         return prepared
@@ -88,17 +92,6 @@ class Prepare:
 
     def _token_axes(self, name: str, entry: ParameterPlan) -> set[str]:
         return {*token_axes(name, entry, self.job.recipe, self.experts_inside), SEQUENCE}
-
-    def _placed(self, name: str, parameter: Tensor) -> Tensor:
-        return self._constrain(parameter, self._entry(name).layout)
-
-    def _whole(self, name: str, placed: Tensor) -> Tensor:
-        # gathered along the axes that split the tokens, which also places the reduction of its gradient: left to itself
-        # the partitioner gathers the tokens of the whole batch where that seems shorter
-        if self._is_dropless(name):
-            return placed  # the kernel gathers it itself
-        entry = self._entry(name)
-        return self._without(self._token_axes(name, entry), entry.layout, placed)
 
     def _without(self, axes: Collection[str], layout: Layout, tensor: Tensor) -> Tensor:
         return self._constrain(tensor, {axis: place for axis, place in layout.items() if axis not in axes})

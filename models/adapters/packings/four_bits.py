@@ -6,7 +6,6 @@ the first half of a group of inputs, its high half of the second: of 64, so that
 of bytes, or of 32 where 64 don't divide a device's inputs.
 """
 
-from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,7 @@ _GROUP = 64
 
 
 class FourBits(Packing):
-    """A packing of 4-bit codes; ``size`` is the number of inputs in a block."""
+    """A packing of 4-bit codes, 0 … 15 in float32; ``size`` is the number of inputs in a block."""
 
     size: int
 
@@ -28,21 +27,18 @@ class FourBits(Packing):
         )
 
     def block(self, weight: Weight) -> tuple[int, ...]:
-        ones = [1] * len(weight.shape)
-        ones[weight.inputs] = self.size
-        return tuple(ones)
+        sizes = [1] * len(weight.shape)
+        sizes[weight.inputs] = self.size
+        return tuple(sizes)
 
     def codes(self, weight: Weight) -> Part:
-        dims = weight.turned
-        ones, shape = [1] * len(dims), [weight.shape[dim] for dim in dims]
-        shape[-2] //= 2
-        steps, units = list(ones), list(ones)
-        steps[-2], units[-2] = 2, max(self._group(weight), self.size)
-        return Part(tuple(shape), self.code_dtype, dims, tuple(steps), tuple(units))
+        *others, inputs, outputs = (weight.shape[dim] for dim in weight.turned)
+        ones = (1,) * len(others)
+        units = (*ones, max(self._group(weight), self.size), 1)
+        return Part((*others, inputs // 2, outputs), self.code_dtype, weight.turned, (*ones, 2, 1), units)
 
     def scales(self, weight: Weight) -> Part:
-        part = super().scales(weight)
-        return replace(part, units=self.codes(weight).units)
+        return replace(super().scales(weight), units=self.codes(weight).units)
 
     def arrange(self, codes: Tensor, scale: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
         order, half = weight.turned, self._group(weight) // 2
@@ -61,10 +57,6 @@ class FourBits(Packing):
         scale = self.factors(scale).unflatten(-2, (numbers.shape[-4], -1)).unsqueeze(-2)
         found = apart((numbers * scale).to(dtype)).flatten(-4, -2)
         return found if weight.inputs == -2 else found.transpose(-1, -2)
-
-    @abstractmethod
-    def numbers(self, codes: Tensor) -> Tensor:
-        """The number of each code, 0 … 15 in float32, in float32."""
 
     def factors(self, scale: Tensor) -> Tensor:
         """Stored scales as factors, in float32."""

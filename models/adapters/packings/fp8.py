@@ -40,6 +40,13 @@ class _Fp8(Packing):
         scale = torch.where(off == 0, power, scale)
         return divided(values, scale, block).clamp(-_LARGEST, _LARGEST).to(_E4M3), scale
 
+    def numbers(self, codes: Tensor) -> Tensor:
+        # there is no NaN among them; by arithmetic: torch_xla can't take bits for another dtype
+        negative, size = signed(codes.to(torch.float32), 128)
+        exponent, mantissa = split(size, 8)
+        size = torch.where(exponent >= 1, mantissa + 8, mantissa) * chosen(exponent, _STEPS)
+        return torch.where(negative, -size, size)
+
 
 class Fp8Blocks(_Fp8):
     """A scale for each block of rows and columns."""
@@ -57,7 +64,7 @@ class Fp8Blocks(_Fp8):
         group = math.gcd(weight.local(-2), _BLOCK)
         scale = spread(spread(scale, _BLOCK, -1, columns), _BLOCK // group, -2, rows // group)
         grouped = apart(codes.reshape(*others, rows // group, group, columns))
-        return apart((_numbers(grouped) * scale.unsqueeze(-2)).to(dtype)).reshape(codes.shape)
+        return apart((self.numbers(grouped) * scale.unsqueeze(-2)).to(dtype)).reshape(codes.shape)
 
 
 class Fp8Rows(_Fp8):
@@ -68,17 +75,3 @@ class Fp8Rows(_Fp8):
     def block(self, weight: Weight) -> tuple[int, ...]:
         last = (weight.shape[-2], 1) if weight.inputs == -2 else (1, weight.shape[-1])
         return (*[1] * (len(weight.shape) - 2), *last)
-
-    def unpack(
-        self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
-    ) -> Tensor:
-        return (_numbers(codes) * scale).to(dtype)
-
-
-def _numbers(codes: Tensor) -> Tensor:
-    """The number of each byte, in float32; there is no NaN among them."""
-    # by arithmetic: torch_xla can't take bits for another dtype
-    negative, size = signed(codes.to(torch.float32), 128)
-    exponent, mantissa = split(size, 8)
-    size = torch.where(exponent >= 1, mantissa + 8, mantissa) * chosen(exponent, _STEPS)
-    return torch.where(negative, -size, size)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwright.models.adapters.packings.packing import Map, Packing, Weight, divided, largest
+from shardwright.models.adapters.packings.packing import Packing, Weight, divided, largest
 
 _LARGEST = 127
 
@@ -18,11 +18,9 @@ class Int8(Packing):
         return (*[1] * (len(weight.shape) - 1), weight.shape[-1])
 
     def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
-        block = (*[1] * (values.dim() - 1), values.shape[-1])
+        block = self.block(weight)
         scale = largest(values, block, zeros=_LARGEST) / _LARGEST
         return divided(values, scale, block).round().to(torch.int8), scale
 
-    def unpack(
-        self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
-    ) -> Tensor:
-        return (codes.to(torch.float32) * scale).to(dtype)
+    def numbers(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.float32)

@@ -114,6 +114,9 @@ class Packing(ABC):
         return self.arrange(*self.quantize(values, weight), weight)
 
     @abstractmethod
+    def numbers(self, codes: Tensor) -> Tensor:
+        """The number of each code, in float32."""
+
     def unpack(
         self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
     ) -> Tensor:
@@ -122,6 +125,7 @@ class Packing(ABC):
         ``apart`` keeps the compiler from fusing its argument with what reads it. Codes and results change their shapes
         behind it: XLA would move the arithmetic past such a change, and then write float32 copies of both to memory.
         """
+        return (self.numbers(codes) * scale).to(dtype)
 
 
 def in_blocks(values: Tensor, block: tuple[int, ...]) -> Tensor:
