@@ -29,7 +29,6 @@ from tests.support.jobs import job_of
 from tests.test_trainer import corpus
 
 STEPS, WINDOW, ROWS = 50, 8, 8
-COMPUTE = "scan=False,remat=none,attention=sdpa"  # which pads no row to a kernel's 128 tokens
 # two layers, since one has spikes of its own; and room for the tokenizer that a run trains
 MODEL = {**CONFIG, "num_hidden_layers": 2, "vocab_size": 304}
 OPTIONS: dict[str, Any] = {
@@ -55,7 +54,7 @@ def one_odd_row() -> Corpus:
 
 
 def loop(output: Path, policy: str, said: io.StringIO | None = None, resume: Path | None = None, **more: Any) -> Any:
-    recipe = load_recipe("llama_fsdp").with_compute(COMPUTE)
+    recipe = load_recipe("llama_fsdp").with_compute("scan=False,remat=none")
     config = AutoConfig.for_model("llama", **MODEL)
     job = job_of(recipe, config, output_dir=str(output), **(OPTIONS | {"on_spike": policy} | more))
     console = Console(file=said or io.StringIO(), width=400)
@@ -138,7 +137,7 @@ def rolled(tmp_path_factory: pytest.TempPathFactory) -> Rolled:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             epochs.append((state.global_step, state.epoch))
 
-    options = {**OPTIONS, "recipe": "llama_fsdp", "compute": COMPUTE, "on_spike": "rollback"}
+    options = {**OPTIONS, "recipe": "llama_fsdp", "compute": "scan=False,remat=none", "on_spike": "rollback"}
     args = TrainingArguments(**options, model=str(output / "config.json"), output_dir=str(output / "run"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwright.run._load_data", lambda start, console: one_odd_row())
