@@ -86,11 +86,15 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 # The files that take or wait longest, longest first, so that no process is left with one when the other is done.
 LONGEST = (
-    *("hosts/test_restarts.py", "hosts/test_failures.py", "hosts/test_jobs.py", "checkpoint/test_resume.py"),
-    *("hosts/test_features.py", "checkpoint/test_kills.py", "step/test_optimizers.py", "compile/test_lowering.py"),
-    *("step/test_split_rows.py", "hosts/test_compiled.py", "test_train.py", "compile/test_graphs.py"),
-    *("test_families.py", "compile/test_compile.py", "test_chat_run.py", "data/test_streaming.py"),
-    *("checkpoint/test_lora_run.py", "hosts/test_supervisor.py", "test_fuzz.py", "hosts/test_staging.py"),
+    *("checkpoint/test_resume.py", "hosts/test_restarts.py", "hosts/test_features.py", "hosts/test_jobs.py"),
+    *("step/test_optimizers.py", "compile/test_lowering.py", "hosts/test_failures.py", "compile/test_compile.py"),
+    *("compile/test_graphs.py", "step/test_randomness.py", "compile/test_stored_layout.py"),
+    *("test_scripts_of_others.py", "test_trl.py", "checkpoint/test_lora_run.py", "hosts/test_supervisor.py"),
+    *("models/test_mixers.py", "hosts/test_compiled.py", "test_trainer.py", "test_fuzz.py", "checkpoint/test_kills.py"),
+    *("prove/test_mutations.py", "hosts/test_staging.py", "evaluation/test_lm.py", "step/test_step.py"),
+    *("step/test_spike_run.py", "weights/test_untrained.py", "step/test_generate.py", "test_trainer_api.py"),
+    *("weights/test_load_memory.py", "data/test_streaming.py", "weights/test_tokenizer_files.py"),
+    *("test_families.py", "checkpoint/test_elastic.py", "test_chat_run.py", "prove/test_prove.py"),
 )
 # Files whose tests share next to nothing: of these, processes take a test at a time.
 SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}

@@ -84,7 +84,7 @@ def cursor(output: Path) -> dict[str, Any]:
 def test_a_run_of_8_devices_goes_on_on_4_and_then_on_16_with_the_losses_of_one_never_stopped(tmp_path):
     write_text(tmp_path)
     # without dropout, which draws for each micro-batch anew; 16 devices divide each of its sizes
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "intermediate_size": 32}))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1}))
     whole, moved, log = tmp_path / "whole", tmp_path / "moved", tmp_path / "log"
     command = [*tiny_run(tmp_path), "--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--logging_steps", 1]
     command += ["--save_steps", 2, "--resume_from_checkpoint", "latest", "--learning_rate", 1e-3]

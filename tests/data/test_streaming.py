@@ -23,6 +23,7 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
 from shardwright.objectives.objective import text_shape
+from tests.support.lives import TINY
 from tests.support.small_hub import COMMIT, small_hub, write_hub_cache
 from tests.support.texts import (
     BAD,
@@ -197,10 +198,13 @@ def test_rows_are_mixed_within_a_window_and_parts_between_epochs(load: Callable[
 
 @pytest.mark.slow
 def test_a_run_trains_on_a_stream_from_its_command_line(tmp_path: Path) -> None:
-    """400 files, read several times over in 30 steps of 8 rows."""
+    """400 files, read several times over in 30 steps of 8 rows, by a model of one small layer."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     for i in range(400):
         written(tmp_path / "text" / f"{i}.txt", f"{i} and {i} makes {i + i}, {i} times {i} makes {i * i}.".encode())
     arguments = ["--recipe", "llama_fsdp", "--dataset", tmp_path / "text", "--streaming", "--shuffle_rows", 20]
+    arguments += ["--model", config, "--compute", "scan=False,remat=none,attention=sdpa", "--learning_rate", 3e-3]
     sizes = ["--sequence_length", 64, "--max_steps", 30, "--warmup_steps", 2, "--output_dir", tmp_path / "out"]
     done = train(*arguments, *sizes)
     assert done.returncode == 0, done.stderr

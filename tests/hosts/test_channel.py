@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +93,21 @@ def ends(hosts: list[Forked]) -> tuple[list[int], list[str]]:
     return [host.returncode for host in hosts], said
 
 
+@pytest.fixture(scope="module", autouse=True)
+def waiting() -> Iterator[tuple[list[Forked], float, list[Forked]]]:
+    """Hosts that are all paused, and since when; and hosts of which one compiles: both wait while other tests run."""
+    paused, compiling = start(WAIT, 0.1)[1], list[Forked]()
+    try:
+        for host in paused:
+            host.send_signal(signal.SIGSTOP)
+        since = time.monotonic()
+        compiling = start(COMPILE, look=1)[1]
+        yield paused, since, compiling
+    finally:
+        for host in (*paused, *compiling):
+            host.kill()  # if a test failed
+
+
 def test_values_and_refusals_arrive_as_they_were_and_none_is_unpickled() -> None:
     codes, said = ends(start(EXCHANGE, 0.1)[1])
     assert codes == [3, 3], said
@@ -113,22 +129,22 @@ def test_a_stranger_who_reaches_the_store_ends_no_host(deletes: bool) -> None:
     assert codes == [5, 5], said
 
 
-def test_hosts_that_were_all_paused_for_longer_than_one_may_be_silent_go_on() -> None:
-    _, hosts = start(WAIT, 0.1)
-    for number, seconds in ((signal.SIGSTOP, 21), (signal.SIGCONT, 1)):
-        for host in hosts:
-            host.send_signal(number)
-        time.sleep(seconds)
-    codes, said = ends(hosts)
-    assert codes == [5, 5], said
-
-
-def test_a_host_that_waits_for_one_that_compiles_is_not_taken_for_one_that_hangs() -> None:
-    codes, said = ends(start(COMPILE, look=1)[1])
-    assert codes == [5, 5], said
-
-
 def test_a_host_whose_program_fails_ends_the_others_with_its_words_and_not_as_a_lost_one() -> None:
     codes, said = ends(start(FAIL, look=30)[1])  # before the other's watchdog looks
     assert codes == [70, 1], said
     assert "host 1 ended: a broken callback" in said[0]
+
+
+def test_a_host_that_waits_for_one_that_compiles_is_not_taken_for_one_that_hangs(waiting) -> None:
+    codes, said = ends(waiting[2])
+    assert codes == [5, 5], said
+
+
+def test_hosts_that_were_all_paused_for_longer_than_one_may_be_silent_go_on(waiting) -> None:
+    hosts, since, _ = waiting
+    time.sleep(max(0.0, since + 21 - time.monotonic()))
+    for host in hosts:
+        host.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    codes, said = ends(hosts)
+    assert codes == [5, 5], said

@@ -21,7 +21,6 @@ COMMON = ["--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--max_eval
 COMMON += ["--compute", "scan=False,remat=none"]  # to trace and compile a scan takes longest: one case has it
 EXPERTS = ["--recipe", "mixtral_ep", "--model", "{home}/experts", "--dataset", "{home}/text"]
 PAIRS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/pairs.jsonl", "--objective", "dpo"]
-TEXT = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/text"]
 BEST = ["--eval_strategy", "steps", "--eval_steps", 2, "--load_best_model_at_end", "true"]
 CASES = {
     "dropless experts, tensor parallel": [*EXPERTS, "--recipe", "mixtral_ep_tp", "--compute", "scan=True"],
@@ -35,9 +34,10 @@ CASES = {
         "int8",
     ],
     "pairs, against the starting weights, one a row": [*PAIRS, "--packing", "false"],
-    "a stream": [*TEXT, "--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20],
-    "accumulation, spikes, the best weights and answers to prompts": [
-        *(*TEXT, *BEST, "--gradient_accumulation_steps", 2, "--on_spike", "skip"),
+    "a stream, accumulation, spikes, the best weights and answers to prompts": [
+        *("--recipe", "llama_fsdp", "--model", "{home}/dense"),
+        *("--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20),
+        *(*BEST, "--gradient_accumulation_steps", 2, "--on_spike", "skip"),
         *("--sample_prompts", "{home}/prompts.txt", "--sample_tokens", 5),
     ],
 }

@@ -52,6 +52,7 @@ class Setting:
 
 FSDP = Setting("mixtral_fsdp", 8, 8)
 EP_TP = Setting("mixtral_ep_tp", 8, 4)
+EP_TP_UNSCANNED = Setting("mixtral_ep_tp", 8, 4, scan=False)
 DENSE = Setting("llama_fsdp", 8, 8)
 DENSE_UNSCANNED = Setting("llama_fsdp", 8, 8, scan=False)
 PAIRS = [
