@@ -127,8 +127,9 @@ class _Run(torch.autograd.Function):
         slots, learned, fixed, own = given = tree_unflatten(flat, program.given)
 
         def turn(carry: Any, x: list[Flat]) -> tuple[Any, Any]:
-            last, sides, kept = program.forward(*carry, x)
-            return (last, *carry[1:]), (sides, kept)
+            slots, learned, fixed = carry
+            last, sides, kept = program.forward(slots, learned, fixed, x)
+            return (last, learned, fixed), (sides, kept)
 
         (last, _, _), (sides, kept) = program.turns(turn, (slots, learned, fixed), own)
         ctx.program = program

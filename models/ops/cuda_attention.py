@@ -238,8 +238,9 @@ def _score(call: _Call, scores: Array) -> tuple[Array, Array | float]:
 class _Queries:
     """The block of queries that this program keeps."""
 
-    def __init__(self, call: _Call, ranges: Any, positions: Any, own: Any, others: Any, query: Any, key: Any) -> None:
-        self.call, self.ranges, self.others, self.key = call, ranges, others, key
+    def __init__(self, call: _Call, places: list[Any], query: Any, key: Any) -> None:
+        self.call, self.key = call, key
+        self.ranges, positions, own, self.others = places
         H, Q = query.shape[1], call.tile.queries
         self.x = pl.num_programs(0) - 1 - pl.program_id(0)  # those that see the most begin
         self.head = b, h = pl.program_id(1) // H, pl.program_id(1) % H
@@ -275,7 +276,7 @@ class _Queries:
 def _forward(call: _Call, *refs: Any) -> None:
     *places, query, key, value = refs[:7]
     *sinks, out, logsumexp = refs[7:]
-    queries, Q = _Queries(call, *places, query, key), call.tile.queries
+    queries, Q = _Queries(call, places, query, key), call.tile.queries
 
     def body(y: Any, masked: bool, carry: Any) -> Any:
         acc, top, total = carry
@@ -297,7 +298,7 @@ def _forward(call: _Call, *refs: Any) -> None:
 
 def _backward_query(call: _Call, *refs: Any) -> None:
     *places, query, key, value, grad_out, logsumexp, dot, grad_query = refs
-    queries = _Queries(call, *places, query, key)
+    queries = _Queries(call, places, query, key)
     grad = queries.block(grad_out)
     top, mean = (ref[(*queries.head, queries.rows)] for ref in (logsumexp, dot))
 
