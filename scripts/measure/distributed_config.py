@@ -1,6 +1,6 @@
 """Print how far transformers' own sharded training (`DistributedConfig`) is from the same model in one process.
 
-torchrun --nproc_per_node 4 scripts/measure/distributed_config.py --fsdp_size 2 --tp_size 2
+torchrun --nproc_per_node 4 scripts/measure/distributed_config.py fsdp_size=2,tp_size=2
 
 A tiny Mixtral on the CPU, by gloo. All processes get the same rows, so loss and gradients should be those of one
 process. docs/comparison.md has the row.
@@ -30,14 +30,14 @@ HEADER = ("mesh", "loss", "of one process", "worst gradient", "its parameter")
 
 def main() -> int:
     parser = Parser(__doc__)
-    for axis in ("fsdp_size", "tp_size", "ep_size"):
-        parser.add_argument(f"--{axis}", type=int, help="as DistributedConfig takes it")
-    sizes = {axis: size for axis, size in vars(parser.parse_args()).items() if size is not None}
-    torch.distributed.init_process_group("gloo")
+    parser.add_argument("mesh", help="what DistributedConfig is given: fsdp_size=2,tp_size=2")
+    mesh = parser.parse_args().mesh
+    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES), experts_implementation="eager")
     with tempfile.TemporaryDirectory() as folder:  # of this process's own
-        plain.save_pretrained(folder)
+        plain.save_pretrained(folder)  # which of several that know each other the first alone would do
+        torch.distributed.init_process_group("gloo")
         sharded = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
     expected, loss = (_trained(model) for model in (plain, sharded))
     wanted, worst, where = dict(plain.named_parameters()), 0.0, ""
@@ -49,7 +49,6 @@ def main() -> int:
         worst, where = max((worst, where), (float((found - want).norm() / want.norm()), name))
     if torch.distributed.get_rank() == 0:
         print(f"transformers {version('transformers')}, torch {torch.__version__}\n")
-        mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         print(markdown(HEADER, [[f"`{mesh}`", f"{loss:.4f}", f"{expected:.4f}", f"{worst:.1e}", f"`{where}`"]]))
     torch.distributed.destroy_process_group()
     return 0

@@ -30,7 +30,8 @@ from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import ModelFacts, attended_pairs, facts_of, layer_kinds
 from shardwright.model.meta_model import load_config
 from shardwright.models.ops.kernel_cost import Heads, Tiles, attention_work, gmm_work, tgmm_work
-from shardwright.scripts.measure.tpu_tables import ROOT, markdown
+from shardwright.scripts.measure.tables import markdown
+from shardwright.scripts.measure.tpu_tables import ROOT
 from shardwright.xla.chips import CHIPS, Chip
 
 # A whole chip, both of its devices: docs.cloud.google.com/tpu/docs/tpu7x

@@ -26,6 +26,7 @@ from rich.console import Console
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
+from shardwright.scripts.measure.tables import markdown
 from shardwright.scripts.measure.tpu_rows import TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -172,10 +173,6 @@ def _graph_table(reports: dict[str, Report]) -> str:
         first, *others = (graph["compile_seconds"] for graph in report["graphs"])
         rows.append([row, *(needed.get(name, "") for name in names), f"{first:.0f}", f"{sum(others):.0f}"])
     return markdown(["HBM a chip, GiB", *names, f"{_COMPILE}: train step", "the others"], rows)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
 if __name__ == "__main__":
