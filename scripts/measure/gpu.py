@@ -21,35 +21,27 @@ from shardwright.scripts.measure.tables import in_fresh_process
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-_SIZES = {"hidden_act": "silu", "vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-_SIZES |= {"tie_word_embeddings": False, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2}
+# what is not said is as transformers has it for Llama-2-7B and Mixtral-8x7B
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
-        **_SIZES,
-        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "intermediate_size": 8192,
-        "rope_theta": 500000.0,
+        "max_position_embeddings": 4096,
     },
     "mixtral": {
-        **_SIZES,
-        "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "hidden_size": 1536,
         "num_hidden_layers": 12,
         "num_attention_heads": 24,
         "num_key_value_heads": 8,
         "intermediate_size": 3072,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
         "output_router_logits": True,
-        "rope_theta": 1e6,
         "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
     },
 }
 RECIPES = {"llama": "llama_fsdp", "mixtral": "mixtral_ep"}
@@ -171,8 +163,7 @@ def trainer(name: str, compiled: bool) -> str:
             torch.cuda.synchronize()
             self.seconds.append(time.monotonic() - self.begun)
 
-    sizes = MODELS[name]
-    config, clock = AutoConfig.for_model(**{k: v for k, v in sizes.items() if k != "architectures"}), Clock()
+    config, clock = AutoConfig.for_model(**MODELS[name]), Clock()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     given: dict[str, Any] = {"per_device_train_batch_size": ROWS, "max_steps": 8, "bf16": True, "report_to": "none"}
