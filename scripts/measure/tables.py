@@ -1,9 +1,10 @@
-"""Parts of programs that print tables: a process for each measurement, a recipe's model in other sizes, Markdown."""
+"""Parts of programs that print tables: a process of its own for each measurement, small models, Markdown."""
 
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,6 +34,28 @@ def job_here(recipe: str, config: Any, **options: Any) -> Any:
 
     init_runtime()
     return Job.resolve(TrainingArguments(recipe=recipe, **options), lambda: 8, config=config)
+
+
+def byte_tokenizer(words: Iterable[str]) -> Any:
+    """A tokenizer with a token a byte, and one for each of ``words``, which are special."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import AddedToken, PreTrainedTokenizerFast
+
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    return tokenizer
+
+
+def trls_templates() -> Path:
+    """The folder of the chat templates that trl ships."""
+    import trl
+
+    return Path(trl.__file__).parent / "chat_templates"
 
 
 def markdown_row(cells: Iterable[str]) -> str:

@@ -24,11 +24,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from shardwright.arguments.command_line import Parser
-from shardwright.scripts.measure.tables import markdown_head, markdown_row
+from shardwright.scripts.measure.tables import byte_tokenizer, markdown_head, markdown_row, trls_templates
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -117,30 +116,15 @@ class TrainedTexts:
 
 def names() -> list[str]:
     """The templates that trl ships, without its training variants."""
-    return sorted(path.stem for path in _folder().glob("*.jinja") if not path.stem.endswith("_training"))
-
-
-def _folder() -> Path:
-    import trl
-
-    return Path(trl.__file__).parent / "chat_templates"
+    return sorted(path.stem for path in trls_templates().glob("*.jinja") if not path.stem.endswith("_training"))
 
 
 @cache
 def tokenizer_of(name: str) -> Any:
     """A token a byte, beside the special words of the template ``name``, which it has."""
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import AddedToken, PreTrainedTokenizerFast
-
-    template = (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
-    words = dict.fromkeys([*stops_of(name), *(w for w in _NAMES.findall(template) if w not in _FREE), "<s>"])
-    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    template = (trls_templates() / f"{name}.jinja").read_text(encoding="utf-8")
+    found = (word for word in _NAMES.findall(template) if word not in _FREE)
+    tokenizer = byte_tokenizer(dict.fromkeys([*stops_of(name), *found, "<s>"]))
     tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template = stops_of(name)[0], "<s>", template
     return tokenizer
 

@@ -20,10 +20,6 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as Decoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
@@ -31,8 +27,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
-    PreTrainedTokenizerFast,
 )
+
+from shardwright.scripts.measure.tables import byte_tokenizer
 
 OPTIONS: dict[str, Any] = {"optim": "adamw_torch", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
 OPTIONS |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
@@ -58,9 +55,8 @@ def _kind(case: dict[str, Any]) -> tuple[Any, str]:
 
 def write_start(folder: Path, case: dict[str, Any]) -> None:
     """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer = byte_tokenizer(["<end>", "<pad>"])
+    tokenizer.eos_token, tokenizer.pad_token = "<end>", "<pad>"
     tokenizer.save_pretrained(folder / "model")
     if "teacher" in case:
         _drawn(AutoModelForCausalLM, case["teacher"], seed=1, width=1.6).save_pretrained(folder / "teacher")

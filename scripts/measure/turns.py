@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.arguments.command_line import Parser
-from shardwright.scripts.measure.tables import in_fresh_process, markdown_head, markdown_row
+from shardwright.scripts.measure.tables import in_fresh_process, markdown_head, markdown_row, trls_templates
 
 os.environ["USE_TORCH_XLA"] = "0"  # accelerate would take its devices
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -46,7 +46,6 @@ def sources() -> Iterator[str]:
 
 def write_tokenizers(folder: Path) -> None:
     """A folder a template: one tokenizer, trained on the standard library, with the template's special tokens."""
-    import trl
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AddedToken, PreTrainedTokenizerFast
 
@@ -57,7 +56,7 @@ def write_tokenizers(folder: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=24_000, initial_alphabet=letters.alphabet(), show_progress=False)
     trained.train_from_iterator(sources(), trainer)
     for name, end in TEMPLATES.items():
-        template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+        template = (trls_templates() / f"{name}.jinja").read_text()
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, clean_up_tokenization_spaces=False)
         words = dict.fromkeys([*re.findall(r"<\|\w+\|>", template), end, BEGIN, PAD])
         tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in words])

@@ -21,7 +21,7 @@ from shardwright.prove.plain import plain_model
 from shardwright.prove.reference_optimizers import without_bfloat16
 from shardwright.prove.sharded import run_sharded
 from shardwright.prove.small_job import STEPS, SmallJob, check_provable, in_bfloat16, small_job
-from shardwright.prove.trajectory import COARSE, Difference, differences
+from shardwright.prove.trajectory import COARSE, Difference, Trajectory, differences, judged
 from shardwright.report.lines import say, waiting
 from shardwright.report.proof_report import print_proof, proof_page
 from shardwright.report.units import axes_text
@@ -108,11 +108,12 @@ def in_float32(small: SmallJob, console: Console) -> list[Difference]:
         f"sharded: {STEPS} steps on {small.job.devices} virtual devices; "
         f"loss {ours.losses[0]:.4f} to {ours.losses[-1]:.4f}",
     )
-    found = differences(ours, theirs)
-    if not all(each.good for each in found):  # is it the plain model's own rounding?
+
+    def exact() -> Trajectory:
         with waiting(console, "the plain model in float64 …"):
-            found = differences(ours, theirs, plain.run(batches, rate, torch.float64))
-    return found
+            return plain.run(batches, rate, torch.float64)
+
+    return judged(ours, theirs, exact)
 
 
 def in_coarse(small: SmallJob) -> list[Difference]:

@@ -65,7 +65,7 @@ def figure(
 ) -> str:
     """A ``drawing`` under whose pointer a script shows the values of ``frame``; the legend's ``dots``, or ``scale``."""
     data = json.dumps(frame, separators=(",", ":"))
-    shown = {"title": title, "drawing": Markup(drawing), "data": data, "width": WIDTH, "height": HEIGHT}
+    shown: dict[str, Any] = {"title": title, "drawing": Markup(drawing), "data": data, "width": WIDTH, "height": HEIGHT}
     return render("chart.html.j2", dots=dots, scale=scale, **shown, **frame)
 
 
