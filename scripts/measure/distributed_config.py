@@ -32,7 +32,7 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("mesh", help="what DistributedConfig is given: fsdp_size=2,tp_size=2")
     mesh = parser.parse_args().mesh
-    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
+    sizes: dict[str, Any] = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES), experts_implementation="eager")
     with tempfile.TemporaryDirectory() as folder:  # of this process's own

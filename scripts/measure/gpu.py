@@ -133,7 +133,7 @@ def _trained(recipe: str, compute: str, **given: Any) -> Any:
 
     mesh = "fsdp=1,expert=1" if recipe == "mixtral_ep" else "fsdp=1"
     # whole rows, as the Trainer's: what a row's documents don't see of each other is not computed
-    rest = {"eval_strategy": "no", "save_strategy": "no", "isolate_documents": False}
+    rest: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "isolate_documents": False}
     with tempfile.TemporaryDirectory() as output:
         return train(TrainingArguments(recipe=recipe, mesh=mesh, compute=compute, output_dir=output, **rest, **given))
 

@@ -60,7 +60,7 @@ def main() -> int:
     gauge = Gauge()
     with tempfile.TemporaryDirectory() as folder:
         MixtralConfig(**MODEL).save_pretrained(folder)
-        places = {"model": f"{folder}/config.json", "output_dir": f"{folder}/out"}
+        places: dict[str, Any] = {"model": f"{folder}/config.json", "output_dir": f"{folder}/out"}
         train(TrainingArguments(**RUN, **places, max_steps=steps), Console(stderr=True), [gauge])
     table = Table("step", *COLUMNS)
     tenth = max(1, steps // 10)
