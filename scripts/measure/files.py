@@ -194,20 +194,23 @@ def _quantize(file: str, form: str) -> None:
 
 def load_seconds(recipe: str, folder: str, cold: bool) -> tuple[Seconds, Seconds]:
     """Seconds to open and place a hub's weights: the first time, with compiles, and again."""
+    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.place import place_parameters
     from shardwright.xla.runtime import wait_for_devices
 
-    place, _ = _placing(recipe, folder)
+    job, mesh = _opened(recipe, folder)
 
-    def placed() -> Any:
-        made = place()
+    def placed(model: Any) -> Any:
+        made = place_parameters(model, job.stored, mesh, open_hub_weights(folder, job.model))
         wait_for_devices()
         return made
 
     found = []
     for _ in range(2):
+        model = copy.deepcopy(job.assembled)
         if cold:
             _evict(folder)
-        found.append(clocked(placed))
+        found.append(clocked(placed, model))
     return found[0], found[1]
 
 
@@ -221,16 +224,22 @@ def load_memory(recipe: str, folder: str, whole: bool = False) -> tuple[int, int
     from transformers import AutoModelForCausalLM
 
     from shardwright.layout.stacking import is_stacked
-    from shardwright.weights.weight_sources import state_dict_weights
+    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.place import place_parameters
+    from shardwright.weights.weight_sources import Source, state_dict_weights
 
-    place, plan = _placing(recipe, folder)
+    job, mesh = _opened(recipe, folder)
+    model, plan = copy.deepcopy(job.assembled), job.stored  # copying is no part of loading
     before = _anonymous(os.getpid())
     here, there = multiprocessing.Pipe()
     watch = multiprocessing.get_context("spawn").Process(target=watch_memory, args=(os.getpid(), there))
     watch.start()
     here.recv()  # it is watching
-    state = AutoModelForCausalLM.from_pretrained(folder).state_dict() if whole else {}
-    placed = place(state_dict_weights(state) if whole else None)
+    if whole:
+        source: Source = state_dict_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    else:
+        source = open_hub_weights(folder, job.model)
+    placed = place_parameters(model, plan, mesh, source)
     here.send("done")
     peak = here.recv()
     watch.join()
@@ -250,23 +259,14 @@ def watch_memory(process: int, told: Any) -> None:
     told.send(peak)
 
 
-def _placing(recipe: str, folder: str) -> tuple[Callable[..., Any], Any]:
-    """A function that places the parameters of a source, by default the hub's weights in ``folder``; and their plan."""
+def _opened(recipe: str, folder: str) -> tuple[Any, Any]:
+    """The job of a recipe on the config in ``folder``, and its mesh."""
     from transformers import AutoConfig
 
-    from shardwright.weights.hub_read import open_hub_weights
-    from shardwright.weights.place import place_parameters
-    from shardwright.weights.weight_sources import Source
     from shardwright.xla.device_mesh import build_mesh
 
     job = job_here(recipe, AutoConfig.from_pretrained(folder))
-    mesh = build_mesh(job.recipe.mesh)
-
-    def place(source: Source | None = None) -> Any:
-        source = source or open_hub_weights(folder, job.model)
-        return place_parameters(copy.deepcopy(job.assembled), job.stored, mesh, source)
-
-    return place, job.stored
+    return job, build_mesh(job.recipe.mesh)
 
 
 def _weight_files(folder: str) -> list[str]:
