@@ -4,8 +4,11 @@ python scripts/check.py deepseek-ai/DeepSeek-V3.1    # its config and the header
 python scripts/check.py path/to/folder
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from typing import TYPE_CHECKING
 
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
@@ -13,6 +16,10 @@ os.environ["USE_TORCH_XLA"] = "0"
 from shardwright.arguments.command_line import Parser
 from shardwright.errors import command
 from shardwright.hosts.output_streams import exit_code
+
+if TYPE_CHECKING:
+    from shardwright.model.facts import ModelFacts
+    from shardwright.report.lines import Terminal
 
 LORA_R = 16
 
@@ -36,11 +43,7 @@ def main() -> None:
     import transformers
     from rich.table import Table
 
-    from shardwright.arguments.adapter_options import SAME
-    from shardwright.arguments.training import TrainingArguments
-    from shardwright.launch.smallest_slice import SHARE, smallest_slices
-    from shardwright.layout.auto import AUTO, UNMADE
-    from shardwright.model.base_storage import published, quantization_settings
+    from shardwright.layout.auto import UNMADE
     from shardwright.model.facts import facts_of
     from shardwright.model.meta_model import load_config
     from shardwright.report.lines import Terminal, say, waiting
@@ -60,26 +63,38 @@ def main() -> None:
         console.print(table)
     if refused is not None:
         raise refused
-    if arguments.no_slices:
-        return
-    table = Table("training", *(f"{part}" for part in ("generation", "smallest slice", "chips", "a chip holds")))
+    if not arguments.no_slices:
+        _print_slices(facts, arguments.model, console)
+
+
+def _print_slices(facts: ModelFacts, model: str, console: Terminal) -> None:
+    """Prints the smallest slice of each generation that trains all weights, and an adapter."""
+    from rich.table import Table
+
+    from shardwright.arguments.adapter_options import SAME
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.launch.smallest_slice import SHARE, smallest_slices
+    from shardwright.layout.auto import AUTO
+    from shardwright.model.base_storage import published, quantization_settings
+    from shardwright.report.lines import say, waiting
+    from shardwright.report.units import size
+
+    table = Table("training", "generation", "smallest slice", "chips", "a chip holds")
     lora = f"LoRA of rank {LORA_R}"
     kinds: list[tuple[str, int | None, str]] = [("all weights", None, "bfloat16"), (lora, LORA_R, "bfloat16")]
     if published(quantization_settings(facts.config)):
         kinds.append((f"{lora}, --base_dtype {SAME}", LORA_R, SAME))
     for title, lora_r, stored in kinds:
-        args = TrainingArguments(
-            recipe=AUTO, model=arguments.model, num_train_epochs=1, lora_r=lora_r, base_dtype=stored
-        )
+        args = TrainingArguments(recipe=AUTO, model=model, num_train_epochs=1, lora_r=lora_r, base_dtype=stored)
         with waiting(console, f"planning {title} …"):
             found = list(smallest_slices(facts, args))
         for chip, fit in found:
             if fit is None:
                 table.add_row(title, chip.name, "more than a pod", "", "")
-            else:
-                each = " in each half" if chip.devices > 1 else ""
-                chips = str(fit.topology.devices // chip.devices)
-                table.add_row(title, chip.name, fit.topology.name, chips, f"{size(fit.bytes_a_chip)}{each}")
+                continue
+            each = " in each half" if chip.devices > 1 else ""
+            chips = str(fit.topology.devices // chip.devices)
+            table.add_row(title, chip.name, fit.topology.name, chips, f"{size(fit.bytes_a_chip)}{each}")
     console.print(table)
     say(
         console,

@@ -13,7 +13,6 @@ import os
 import shlex
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
@@ -23,6 +22,7 @@ from shardwright.arguments.command_line import Parser
 from shardwright.arguments.help_page import METAVARS, in_brief
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, command
+from shardwright.files.asked_file import check_new, write_asked
 from shardwright.hosts.output_streams import exit_code
 from shardwright.xla.light_imports import uncollected
 
@@ -60,7 +60,6 @@ def parser() -> Parser:
 def main() -> None:
     arguments = parser().parse_args()
 
-    from shardwright.files.asked_file import write_asked
     from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.copies import fitted
     from shardwright.layout.load_recipe import load_recipe
@@ -73,7 +72,7 @@ def main() -> None:
     from shardwright.report.lines import Terminal, say
 
     if arguments.write is not None:
-        _check_new(Path(arguments.write), arguments.recipe)
+        _check_made(arguments.write, arguments.recipe)
     made = None
     if arguments.recipe == AUTO:
         facts = facts_of(load_config(arguments.model, UNMADE), arguments.train_mtp)
@@ -110,7 +109,7 @@ def main() -> None:
         _write(made, plan, facts.kind, arguments)
 
 
-def _check_new(path: Path, recipe: str) -> None:
+def _check_made(path: str, recipe: str) -> None:
     """Raises UserError unless ``--write`` names a new recipe file, and the recipe is one that is made."""
     if recipe != AUTO:
         raise UserError(
@@ -119,20 +118,7 @@ def _check_new(path: Path, recipe: str) -> None:
             why="what is written is the recipe made from a model",
             instead=f"--recipe {AUTO}; or a copy of that file",
         )
-    if os.path.lexists(path):
-        found = "a file that is there already"
-    elif path.suffix != ".py":
-        found = "a name that does not end in .py"
-    elif not os.path.isdir(path.parent):
-        found = f"no folder {path.parent}"
-    else:
-        return
-    raise UserError(
-        asked=f"--write {path}",
-        found=found,
-        why="a recipe is a new file whose name ends in .py; nothing is ever written over",
-        instead="another name, such as my_recipe.py",
-    )
+    check_new(path, "--write", "my_recipe.py", ending=".py")
 
 
 def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: argparse.Namespace) -> None:
@@ -141,13 +127,12 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     from shardwright.layout.recipe_source import recipe_source
     from shardwright.optimizers import OPTIMIZERS
     from shardwright.report.lines import Terminal, say
-    from shardwright.report.units import size
+    from shardwright.report.units import axes_text, size
 
     use = f"{command('train')} --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
-    sizes = " × ".join(f"{axis}={count}" for axis, count in plan.mesh.items())
     docstring = (
         f"{model_class}: made from its own parallel plan and shapes by {command('plan')} --recipe {AUTO}, and yours to "
-        f"edit.\n\ncommand:   {use}\nhardware:  {plan.devices} devices as {sizes}\n"
+        f"edit.\n\ncommand:   {use}\nhardware:  {plan.devices} devices as {axes_text(plan.mesh)}\n"
         f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and "
         f"{OPTIMIZERS[plan.optim].title} state, by {command('plan')}\n"
     )

@@ -13,7 +13,8 @@ import sys
 os.environ["USE_TORCH_XLA"] = "0"
 
 from shardwright.arguments.command_line import Parser
-from shardwright.errors import UserError, command
+from shardwright.errors import command
+from shardwright.files.asked_file import check_new
 from shardwright.hosts.output_streams import exit_code
 
 
@@ -26,13 +27,8 @@ def parser() -> Parser:
 
 def main() -> None:
     arguments = parser().parse_args()
-    if arguments.write is not None and os.path.lexists(arguments.write):
-        raise UserError(
-            asked=f"--write {arguments.write}",
-            found="a file that is there already",
-            why="nothing is ever written over",
-            instead="another name, such as run.yaml",
-        )
+    if arguments.write is not None:
+        check_new(arguments.write, "--write", "run.yaml")
     from rich.table import Table
 
     from shardwright.arguments.known_flags.entry import MISSING

@@ -45,6 +45,7 @@ FOREIGN = {
     "learning_rat",
     "lora_modules",
     "no_deps",
+    "nproc_per_node",
     "python",
     "restart_on_exit_codes",
     "tag",

@@ -39,7 +39,8 @@ from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described, stored_said
 from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
-from shardwright.monitoring.messages import check_steps_left, next_commands
+from shardwright.monitoring.messages import check_steps_left
+from shardwright.monitoring.next_commands import MODEL, next_commands
 from shardwright.monitoring.run_page import PAGE
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
@@ -198,8 +199,9 @@ def _close(loop: TrainingLoop, console: Console) -> None:
     if writes and hosts().once(lambda: console.is_terminal):  # compiles two more graphs: on all hosts or none
         show_completions(loop.placed, tokenizer, loop.evaluator.first, console)
     steps = hosts().once(lambda: live_steps(loop.folder))
-    for line in next_commands(args, loop.folder, max(steps, default=None)):
-        say(console, line)
+    commands = next_commands(loop.job, loop.folder, loop.state.global_step, max(steps, default=None), {MODEL})
+    for what, line in commands.items():
+        say(console, f"{what + ':':<10}{line}")
 
 
 def prepare(

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.models.ops.swapped_methods import swap_methods
+from shardwright.models.swapped_methods import swap_methods
 
 A, B, M, T = "_lora_A", "_lora_B", "_lora_M", "_lora_T"
 A0, B0 = "_lora_A0", "_lora_B0"

@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from shardwright.models.experts import expert_loops, input_scaling
-from shardwright.models.ops.swapped_methods import swap_methods
+from shardwright.models.swapped_methods import swap_methods
 
 # class of a block with experts → the function that puts these under the experts interface, or makes shapes static
 EXPERTS: dict[str, Callable[[nn.Module], None]] = {

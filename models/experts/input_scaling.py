@@ -14,7 +14,7 @@ from torch import Tensor, nn
 # semi-private: transformers/integrations/moe.py, transformers 5.23
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from shardwright.models.ops.swapped_methods import swap_methods
+from shardwright.models.swapped_methods import swap_methods
 
 
 def route(block: nn.Module) -> None:

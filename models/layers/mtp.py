@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.models.ops.swapped_methods import swap_methods
+from shardwright.models.swapped_methods import swap_methods
 
 Value = TypeVar("Value")
 

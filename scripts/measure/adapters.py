@@ -8,7 +8,6 @@ largest difference of its logits from those of the model that `export.py --merge
 PEFT's logits with the adapter as a run writes it. "moved" is what the adapter changes of the logits at all.
 """
 
-import argparse
 import json
 import tempfile
 import warnings
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwright.arguments.command_line import Parser
 from shardwright.files.arrays import whole as read
 from shardwright.files.folder import Folder
 from shardwright.model.facts import ModelFacts, facts_of
@@ -98,19 +98,13 @@ def _config(family: str) -> transformers.PretrainedConfig:
     if family != VL:
         family, _, tied = family.partition(", ")
         return tiny_config(family, **({"tie_word_embeddings": bool(tied)} if family == "llama" else {}))
-    text: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    text |= {"num_key_value_heads": 2, "vocab_size": 64, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
+    sizes = {"hidden_size": 16, "intermediate_size": 24}
+    text: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}
+    text |= {"vocab_size": 64, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 2, "num_heads": 2, "out_hidden_size": 16, "fullatt_block_indexes": [1], **sizes}
     marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     places: dict[str, Any] = {name: 60 + number for number, name in enumerate(marks)}
-    return transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config={**vision, "fullatt_block_indexes": [1]}, **places
-    )
+    return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **places)
 
 
 def model_of(facts: ModelFacts, weights: Mapping[str, torch.Tensor]) -> PreTrainedModel:
@@ -199,7 +193,7 @@ def measured(family: str, fields: Fields) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="a word of the cases' names")
     only = parser.parse_args().only
     warnings.simplefilter("ignore")

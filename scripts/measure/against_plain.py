@@ -22,9 +22,10 @@ from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
 from shardwright.models.tiny import tiny_config
+from shardwright.prove import trajectory
 from shardwright.prove.plain import eager_model, randomise
 from shardwright.prove.sharded import unstacked
-from shardwright.prove.trajectory import TOLERANCES, Trajectory, differences
+from shardwright.prove.trajectory import TOLERANCES, Trajectory
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
@@ -120,24 +121,20 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     """Whether the loss and every gradient are those of the plain model, as far as a proof asks it of its first step."""
     if missing := [name for name in case.gradients if name not in gradients]:
         return {"verdict": "wrong", "cause": f"no gradient of {missing[0]}"}
-    ours = Trajectory([loss], gradients=gradients)
-    plain = Trajectory([case.loss], gradients=case.gradients)
-    first, *of_gradients = differences(ours, plain)
+    ours, plain = Trajectory([loss], gradients=gradients), Trajectory([case.loss], gradients=case.gradients)
+    try:
+        first, *of_gradients = trajectory.judged(ours, plain, lambda: _in_float64(case))
+    except Exception as error:
+        return {"verdict": "wrong", "cause": f"float64 can't be tried: {_where(error)}"}
     worst = max(of_gradients, key=lambda each: each.off)
     result = {"loss": first.off, "worst": worst.off, "where": worst.name, "verdict": "pass"}
-    if max(worst.off, first.off) <= TOLERANCES["gradient"][0]:
-        return result
-    try:
-        exact = _in_float64(case)
-    except Exception as error:
-        return {**result, "verdict": "wrong", "cause": f"float64 can't be tried: {_where(error)}"}
-    found = differences(ours, plain, exact)
-    beyond = sorted((each for each in found[1:] if not each.good), key=lambda each: -each.off)
-    if beyond or not found[0].good:
+    beyond = sorted((each for each in of_gradients if not each.good), key=lambda each: -each.off)
+    if beyond or not first.good:
         names = ", ".join(each.name for each in beyond[:6])
         return {**result, "verdict": "wrong", "cause": f"{len(beyond)} of {len(of_gradients)} gradients: {names}"}
-    allowed = next(each.allowed for each in found if each.name == worst.name)
-    return {**result, "cause": f"float32's own rounding allows {allowed:.0e} there"}
+    if worst.off > TOLERANCES["gradient"][0]:
+        result["cause"] = f"float32's own rounding allows {worst.allowed:.0e} there"
+    return result
 
 
 def _in_float64(case: Plain) -> Trajectory:

@@ -1,6 +1,6 @@
 """Prints how the time to trace and to compile a step grows with the number of layers, with the scan and without.
 
-python scripts/measure/depth.py depth      2, 8 and 32 layers
+python scripts/measure/depth.py      2, 8 and 32 layers
 
 Each measurement is a process of its own. docs/records/speed.md has the table as it was on one machine.
 """
@@ -8,62 +8,53 @@ Each measurement is a process of its own. docs/records/speed.md has the table as
 import statistics
 import sys
 import time
-from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
-from shardwright.scripts.measure.tables import model_config, resolved_job, run, worker
+from shardwright.scripts.measure.tables import in_fresh_process, job_here, own_config
 
-JOB = {"sequence_length": 64, "rows": 8, "steps": 6, "hidden_size": 64, "intermediate_size": 128}
+ROWS, LENGTH, STEPS = 8, 64, 6
 
 
 def main() -> int:
-    return run({"depth": depth}, {"steps": steps}, str(__doc__))
-
-
-def depth(recipe: str, rounds: int) -> Table:
-    """The table; measured once, whatever ``rounds``."""
+    parser = Parser(__doc__)
+    parser.add_argument("--recipe", default="mixtral_ep", help="the recipe whose own small model runs (mixtral_ep)")
+    recipe = parser.parse_args().recipe
     table = Table("layers", "scan", "first step (trace + compile)", "trace a step", title=f"{recipe}, hidden size 64")
     for layers in (2, 8, 32):
         for scan in (True, False):
-            result = worker(recipe, {"side": "steps", "num_hidden_layers": layers, "scan": scan, **JOB}, __file__)
-            first, trace = f"{result['first']:.1f} s", f"{result['trace'] * 1000:.0f} ms"
-            table.add_row(str(layers), "yes" if scan else "no", first, trace)
-    return table
+            first, later = in_fresh_process(steps, recipe, layers, scan)
+            table.add_row(str(layers), "yes" if scan else "no", f"{first:.1f} s", f"{later * 1000:.0f} ms")
+    Console().print(table)
+    return 0
 
 
-def steps(job: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the trainer's first step, and the host's median for a later one."""
-    import datasets
+def steps(recipe: str, layers: int, scan: bool) -> tuple[float, float]:
+    """Seconds of a first step, to its end, and the host's median for the call of a later one."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
 
-    from shardwright.data.corpus import Corpus
-    from shardwright.data.rows.rows import StoredRows
-    from shardwright.loop import TrainingLoop
+    from shardwright.step.build import place_model
+    from shardwright.step.train_step import TrainStep
+    from shardwright.weights.weight_sources import seeded_init
+    from shardwright.xla.device_mesh import build_mesh
     from shardwright.xla.runtime import wait_for_devices
 
-    config = model_config(job)
-    ids = torch.randint(0, config.vocab_size, (job["rows"], job["sequence_length"]))
-    rows = StoredRows(datasets.Dataset.from_dict({"input_ids": ids.tolist()}))
-    corpus = Corpus(rows, {"": rows}, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())))
-    options = {
-        "sequence_length": job["sequence_length"],
-        "per_device_train_batch_size": job["rows"] // 8,
-        "max_steps": job["steps"],
-    }
-    trainer, begun, traces = TrainingLoop(resolved_job(job, config, **options), corpus), time.perf_counter(), []
-    for step in range(1, job["steps"] + 1):
+    config = own_config(recipe, num_hidden_layers=layers, hidden_size=64, intermediate_size=128)
+    options = {"sequence_length": LENGTH, "per_device_train_batch_size": ROWS // 8, "compute": f"scan={scan}"}
+    job = job_here(recipe, config, **options)
+    step = TrainStep(place_model(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0)))
+    ids = torch.randint(0, config.vocab_size, (ROWS, LENGTH))
+    calls, first = list[float](), 0.0
+    for number in range(1, STEPS + 1):
         started = time.perf_counter()
-        trainer.train_step({"input_ids": ids, "labels": ids}, step=step, learning_rate=1e-4)
-        traces.append(time.perf_counter() - started)
+        step({"input_ids": ids, "labels": ids}, step=number, learning_rate=1e-4)
+        calls.append(time.perf_counter() - started)
         wait_for_devices()
-        if step == 1:
-            first = time.perf_counter() - begun
-    return {"first": first, "trace": statistics.median(traces[1:])}
+        first = first or time.perf_counter() - started
+    return first, statistics.median(calls[1:])
 
 
 if __name__ == "__main__":

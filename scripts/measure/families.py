@@ -33,6 +33,7 @@ from rich.console import Console
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.bars import tracked
+from shardwright.scripts.measure.tables import markdown, markdown_row
 
 ROOT = Path(__file__).parents[2]
 PAGE = """# Families
@@ -190,16 +191,16 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     versions = ", ".join(sorted({result["version"] for result in results}))
     dates = " to ".join(sorted({result["date"] for result in results if "date" in result}))
     totals = _totals(results).replace("\n", "; ")
-    header = f"| family | kind | layers | kernels | worst gradient | {' | '.join(modes)} |"
-    table = "\n".join([header, "|---" * (5 + len(modes)) + "|", *(_row(*each, modes) for each in families.items())])
+    header = ["family", "kind", "layers", "kernels", "worst gradient", *modes]
+    table = markdown(header, (_row(*each, modes) for each in families.items()))
     reasons: dict[str, list[str]] = {}
     for name, why in sorted(left_out.items()):
         reasons.setdefault(why, []).append(name)
-    others = "\n".join(f"| {', '.join(names)} | {why} |" for why, names in reasons.items())
+    others = "\n".join(markdown_row([", ".join(names), why]) for why, names in reasons.items())
     return PAGE.format(dates=dates, versions=versions, totals=totals, table=table, others=others)
 
 
-def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> str:
+def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> list[str]:
     first = next((r for r in found.values() if "layers" in r), {})
     worst = max((r for r in found.values() if "worst" in r), key=lambda r: r["worst"], default=None)
     gradient = f"{worst['worst']:.0e} `{worst['where']}`" if worst else ""
@@ -207,7 +208,7 @@ def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> str:
         ": ".join(filter(None, (found[m]["verdict"], found[m].get("cause")))) if m in found else "" for m in modes
     ]
     cells = [name, first.get("kind", ""), first.get("layers", ""), first.get("kernels", ""), gradient, *verdicts]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return [cell.replace("|", "\\|") for cell in cells]
 
 
 if __name__ == "__main__":

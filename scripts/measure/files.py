@@ -9,43 +9,53 @@ The sides of a table take turns, round by round; it shows the medians.
 docs/records/speed.md has the tables as they were on one machine.
 """
 
-from __future__ import annotations
-
+import copy
 import functools
 import json
+import math
+import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
-from shardwright.scripts.measure import tables
-from shardwright.scripts.measure.tables import model_config, resolved_job, run
+from shardwright.scripts.measure.tables import in_fresh_process, job_here, own_config
 
 # the largest fused parameter, gate and up of a layer's experts, is 32 MiB of 503 MiB
 LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 FORMS = ("float32", "FP8", "MXFP4")  # of a checkpoint's layers
 PIECE = 16 << 20  # bytes of a plain read
 
-worker = functools.partial(tables.worker, script=__file__)
+Seconds = tuple[float, float]  # wall, CPU
 
 
 def main() -> int:
-    sides = {
-        "make checkpoint": make_checkpoint,
-        "load": load_rate,
-        "load memory": load_memory,
-        "watch": watch_memory,
-        "saves": saves,
-    }
-    return run({"load": load, "checkpoint": checkpoint}, sides, str(__doc__))
+    tables = {"load": load, "checkpoint": checkpoint}
+    parser = Parser(__doc__)
+    parser.add_argument("what", choices=tables, help="the table to print")
+    parser.add_argument("--recipe", default="mixtral_ep", help="the recipe whose own small model runs (mixtral_ep)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured (3)")
+    args = parser.parse_args()
+    Console(width=140).print(tables[args.what](args.recipe, args.rounds))
+    return 0
+
+
+def clocked(work: Callable[..., Any], *given: Any) -> Seconds:
+    wall, cpu = time.perf_counter(), time.process_time()
+    made = work(*given)
+    seconds = time.perf_counter() - wall, time.process_time() - cpu
+    del made  # it takes time too
+    return seconds
 
 
 def load(recipe: str, rounds: int) -> Table:
@@ -54,70 +64,49 @@ def load(recipe: str, rounds: int) -> Table:
     said = []
     for form in FORMS:
         with tempfile.TemporaryDirectory() as folder:
-            job = {"side": "load", "folder": folder, **LOAD}
-            worker(recipe, {**job, "side": "make checkpoint", "form": form})
+            in_fresh_process(make_checkpoint, recipe, folder, form)
             size = sum(os.path.getsize(file) for file in _weight_files(folder))
-            rows = _load_rows(recipe, job, rounds)
-            memory = worker(recipe, {**job, "side": "load memory"})
-        mib = {name: count / 2**20 for name, count in memory.items()}
+            rows = _load_rows(recipe, folder, rounds)
+            beyond, largest, total = (count / 2**20 for count in in_fresh_process(load_memory, recipe, folder))
         said.append(
-            f"host memory beyond what the devices hold, from {form}: peak {mib['beyond']:.0f} MiB; largest fused "
-            f"parameter {mib['largest']:.0f} MiB of {mib['total']:.0f}"
+            f"host memory beyond what the devices hold, from {form}: peak {beyond:.0f} MiB; largest fused "
+            f"parameter {largest:.0f} MiB of {total:.0f}"
         )
         table.add_section()
         table.add_row(f"{size / 1e6:,.0f} MB of {form}")
-        for name, (wall, cpu) in sorted(rows.items(), key=lambda row: row[0].split(", ")[-1]):
-            base, _ = rows["plain read, " + name.split(", ")[-1]]
-            table.add_row(name, f"{size / wall / 1e6:,.0f}", f"{base / wall:.2f}", f"{cpu:.2f}")
+        for (state, name), (wall, cpu) in sorted(rows.items()):
+            ratio = rows[state, PLAIN][0] / wall
+            table.add_row(f"{name}, {state}", f"{size / wall / 1e6:,.0f}", f"{ratio:.2f}", f"{cpu:.2f}")
     table.caption = "\n".join(said)
     return table
 
 
-def _load_rows(recipe: str, job: dict[str, Any], rounds: int) -> dict[str, tuple[float, float]]:
-    """Side of the table -> median (wall, CPU) seconds."""
-    rows: dict[str, list[tuple[float, float]]] = {}
+PLAIN = "plain read"
+
+
+def _load_rows(recipe: str, folder: str, rounds: int) -> dict[tuple[str, str], Seconds]:
+    """(state of the files, side of the table) → median seconds."""
+    rows: dict[tuple[str, str], list[Seconds]] = {}
     for _ in range(rounds):
         for cold in (True, False):
-            state = "from the disk" if cold else "from the page cache"
-            result = worker(recipe, {**job, "cold": cold})
-            rows.setdefault(f"plain read, {state}", []).append(_plain_read(job["folder"], cold))
-            rows.setdefault(f"onto 8 devices, {state}", []).append(tuple(result["again"]))
-            rows.setdefault(f"the first time, with compiles, {state}", []).append(tuple(result["first"]))
-    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in rows.items()}
-    return {name: (wall, cpu) for name, (wall, cpu) in medians.items()}
+            first, again = in_fresh_process(load_seconds, recipe, folder, cold)
+            sides = {PLAIN: _plain_read(folder, cold), "onto 8 devices": again, "the first time, with compiles": first}
+            for name, seconds in sides.items():
+                rows.setdefault(("from the disk" if cold else "from the page cache", name), []).append(seconds)
+    return {key: (statistics.median(w for w, _ in of), statistics.median(c for _, c in of)) for key, of in rows.items()}
 
 
 def checkpoint(recipe: str, rounds: int) -> Table:
     """Seconds of a save, and of the least that a save must do."""
-    found = worker(recipe, {"side": "saves", "rounds": rounds, "hidden_size": 512, "intermediate_size": 512})
-    size = found["bytes"]
+    size, seconds = in_fresh_process(save_seconds, recipe, rounds)
     table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size 512: a state of {size / 1e6:,.0f} MB, medians")
-    for name, key in (
-        ("pause: the state's shards to the host", "pause"),
-        ("  plain copy of as many bytes in memory", "copy"),
-        ("write, while training goes on", "write"),
-        ("  torch.distributed.checkpoint's save of the same tensors, from the host", "theirs"),
-        ("  plain write of as many bytes to one file, and fsync", "plain"),
-        ("check of every file before a resume", "check"),
-    ):
-        table.add_row(name, f"{found[key]:.2f}", f"{size / found[key] / 1e6:,.0f}")
+    for name, of in seconds.items():
+        found = statistics.median(of)
+        table.add_row(name, f"{found:.2f}", f"{size / found / 1e6:,.0f}")
     return table
 
 
-def saves(job: dict[str, Any]) -> dict[str, float]:
-    from shardwright.step.build import place_model
-    from shardwright.step.train_step import TrainStep
-    from shardwright.weights.weight_sources import seeded_init
-    from shardwright.xla.device_mesh import build_mesh
-
-    resolved = resolved_job(job, model_config(job))
-    mesh = build_mesh(resolved.recipe.mesh)
-    state = TrainStep(place_model(resolved, mesh, seeded_init(resolved.model, 0))).state
-    size, times = _save_seconds(state, job["rounds"])
-    return {"bytes": size, **{name: statistics.median(found) for name, found in times.items()}}
-
-
-def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]:
+def save_seconds(recipe: str, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """(bytes of a checkpoint, part of a save, or plain way to move as many bytes → seconds in each round)."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -127,52 +116,55 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
     from shardwright.checkpoint.lineage import folder_of
     from shardwright.checkpoint.write import CheckpointWriter
     from shardwright.files.folder import Folder
+    from shardwright.step.build import place_model
+    from shardwright.step.train_step import TrainStep
+    from shardwright.weights.weight_sources import seeded_init
     from shardwright.xla import sharding
+    from shardwright.xla.device_mesh import build_mesh
 
-    times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "theirs", "plain", "check")}
+    job = job_here(recipe, own_config(recipe, hidden_size=512, intermediate_size=512))
+    state = TrainStep(place_model(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))).state
     values = {f"{name}.{k}": each for name in state for k, (_, each) in enumerate(sharding.shards(state[name]))}
-
-    def clocked(name: str, work: Any) -> None:
-        started = time.perf_counter()
-        work()
-        times[name].append(time.perf_counter() - started)
-
+    found: dict[str, list[float]] = {}
     size = 0
     with tempfile.TemporaryDirectory(dir=".") as local:
-        output = Folder(local)
+        output, target, theirs = Folder(local), Path(local, "plain"), Path(local, "theirs")
+        save_theirs = functools.partial(dcp.save, values, checkpoint_id=theirs, no_dist=True)
         writer = CheckpointWriter(output, {}, 1)
         for step in range(1, rounds + 1):
             pause, _ = writer.save(state, {"step": step}, TrainerState())
             saved = writer.wait()
             assert saved is not None
             size = saved.bytes
-            times["pause"].append(pause)
-            times["write"].append(saved.seconds)
-            plain, target = torch.zeros(size, dtype=torch.uint8), Path(local, "plain")
-            clocked("copy", lambda plain=plain: plain.clone())
-            clocked("plain", lambda plain=plain, target=target: _write_plainly(target, plain.numpy()))
-            clocked("check", lambda step=step: manifest.check(folder_of(output, step)))
+            plain = torch.zeros(size, dtype=torch.uint8)
+            for name, seconds in {
+                "pause: the state's shards to the host": pause,
+                "  plain copy of as many bytes in memory": clocked(plain.clone)[0],
+                "write, while training goes on": saved.seconds,
+                "  torch.distributed.checkpoint's save of the same tensors, from the host": clocked(save_theirs)[0],
+                "  plain write of as many bytes to one file, and fsync": clocked(_write, target, plain.numpy())[0],
+                "check of every file before a resume": clocked(manifest.check, folder_of(output, step))[0],
+            }.items():
+                found.setdefault(name, []).append(seconds)
             target.unlink()
-            clocked("theirs", lambda aside=Path(local, "theirs"): dcp.save(values, checkpoint_id=aside, no_dist=True))
-            shutil.rmtree(Path(local, "theirs"))
-    return size, times
+            shutil.rmtree(theirs)
+    return size, found
 
 
-def _write_plainly(path: Any, data: Any) -> None:
+def _write(path: Any, data: Any) -> None:
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
+def make_checkpoint(recipe: str, folder: str, form: str = FORMS[0]) -> None:
+    """Writes random weights of the recipe's family as files of the hub's, the layers' in ``form``."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(model_config(job))
-    model.save_pretrained(job["folder"], max_shard_size="200MB")
-    for file in _weight_files(job["folder"]):
-        _quantize(file, job.get("form", FORMS[0]))
-    return {}
+    AutoModelForCausalLM.from_config(own_config(recipe, **LOAD)).save_pretrained(folder, max_shard_size="200MB")
+    for file in _weight_files(folder) if form != FORMS[0] else ():
+        _quantize(file, form)
 
 
 def _quantize(file: str, form: str) -> None:
@@ -184,7 +176,7 @@ def _quantize(file: str, form: str) -> None:
     for name, values in load_file(file).items():
         rows, columns = values.shape if values.dim() == 2 else (0, 0)
         codes = torch.randint(0, 120, (rows, columns // (2 if form == "MXFP4" else 1)), dtype=torch.uint8)
-        if form == FORMS[0] or not rows or ".layers." not in name:
+        if not rows or ".layers." not in name:
             tensors[name] = values
         elif form == "FP8":
             grid = (-(-rows // 128), -(-columns // 128))
@@ -200,115 +192,100 @@ def _quantize(file: str, form: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) seconds to open and place a hub's weights, the first time, with compiles, and again."""
+def load_seconds(recipe: str, folder: str, cold: bool) -> tuple[Seconds, Seconds]:
+    """Seconds to open and place a hub's weights: the first time, with compiles, and again."""
+    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.place import place_parameters
     from shardwright.xla.runtime import wait_for_devices
 
-    fresh = _placing(job)
-    seconds = []
-    for _ in range(2):
-        _, place = fresh()
-        if job["cold"]:
-            _evict(job["folder"])
-        started = time.perf_counter(), time.process_time()
-        placed = place()
+    job, mesh = _opened(recipe, folder)
+
+    def placed(model: Any) -> Any:
+        made = place_parameters(model, job.stored, mesh, open_hub_weights(folder, job.model))
         wait_for_devices()
-        seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
-        del placed, place
-    return {"first": seconds[0], "again": seconds[1]}
+        return made
+
+    found = []
+    for _ in range(2):
+        model = copy.deepcopy(job.assembled)
+        if cold:
+            _evict(folder)
+        found.append(clocked(placed, model))
+    return found[0], found[1]
 
 
-def load_memory(job: dict[str, Any]) -> dict[str, float]:
-    """Peak bytes of host memory while loading, beyond those that the (virtual) devices hold there.
+def load_memory(recipe: str, folder: str, whole: bool = False) -> tuple[int, int, int]:
+    """Bytes of the peak of host memory while loading, beyond those that the (virtual) devices hold there; of the
+    largest fused parameter; of all of them.
 
-    Another process watches anonymous memory only, as pages of mapped files can be dropped. If the job has ``whole``,
-    the whole model is read first, as transformers' own loader does.
+    Another process watches anonymous memory only, as pages of mapped files can be dropped. If ``whole``, the whole
+    model is read first, as transformers' own loader does.
     """
-    import math
-
     from transformers import AutoModelForCausalLM
 
     from shardwright.layout.stacking import is_stacked
-    from shardwright.weights.weight_sources import state_dict_weights
-
-    plan, place = _placing(job)()
-    before = _anonymous(os.getpid())
-    with subprocess.Popen(
-        [sys.executable, __file__, "worker", "--job", json.dumps({"side": "watch", "process": os.getpid()})],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as watch:
-        assert watch.stdin is not None
-        assert watch.stdout is not None
-        watch.stdout.readline()  # it is watching
-        if job.get("whole"):
-            state = AutoModelForCausalLM.from_pretrained(job["folder"]).state_dict()
-            placed = place(state_dict_weights(state))
-        else:
-            placed = place()
-        peak = json.loads(watch.communicate("done")[0].splitlines()[-1])["peak"]
-    assert placed.keys() == {p.name for p in plan.parameters}
-    copies = {p.name: plan.devices * p.bytes_per_device for p in plan.parameters}
-    layer = [p.dtype.itemsize * math.prod(p.shape[1:] if is_stacked(p.name) else p.shape) for p in plan.parameters]
-    total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
-    return {"beyond": peak - before - sum(copies.values()), "largest": max(layer), "total": total}
-
-
-def watch_memory(job: dict[str, Any]) -> dict[str, float]:
-    """The peak anonymous memory of a process, in bytes, until a line comes in."""
-    import select
-
-    print("looking", flush=True)
-    peak = 0
-    while not select.select([sys.stdin], [], [], 0.0005)[0]:
-        peak = max(peak, _anonymous(job["process"]))
-    return {"peak": peak}
-
-
-def _placing(job: dict[str, Any]) -> Any:
-    """A function that makes a new model, and returns its plan and a function that places its parameters.
-
-    The latter takes a source; by default the hub's weights in the job's folder.
-    """
-    import copy
-
-    from transformers import AutoConfig
-
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.place import place_parameters
-    from shardwright.weights.weight_sources import Source
+    from shardwright.weights.weight_sources import Source, state_dict_weights
+
+    job, mesh = _opened(recipe, folder)
+    model, plan = copy.deepcopy(job.assembled), job.stored  # copying is no part of loading
+    before = _anonymous(os.getpid())
+    here, there = multiprocessing.Pipe()
+    watch = multiprocessing.get_context("spawn").Process(target=watch_memory, args=(os.getpid(), there))
+    watch.start()
+    here.recv()  # it is watching
+    if whole:
+        source: Source = state_dict_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    else:
+        source = open_hub_weights(folder, job.model)
+    placed = place_parameters(model, plan, mesh, source)
+    here.send("done")
+    peak = here.recv()
+    watch.join()
+    assert placed.keys() == {p.name for p in plan.parameters}
+    copies = sum(plan.devices * p.bytes_per_device for p in plan.parameters)
+    layer = [p.dtype.itemsize * math.prod(p.shape[1:] if is_stacked(p.name) else p.shape) for p in plan.parameters]
+    total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
+    return peak - before - copies, max(layer), total
+
+
+def watch_memory(process: int, told: Any) -> None:
+    """Sends, over the pipe ``told``, the peak anonymous memory of a process, in bytes, until a word comes in."""
+    told.send("watching")
+    peak = 0
+    while not told.poll(0.0005):
+        peak = max(peak, _anonymous(process))
+    told.send(peak)
+
+
+def _opened(recipe: str, folder: str) -> tuple[Any, Any]:
+    """The job of a recipe on the config in ``folder``, and its mesh."""
+    from transformers import AutoConfig
+
     from shardwright.xla.device_mesh import build_mesh
 
-    resolved = resolved_job(job, AutoConfig.from_pretrained(job["folder"]))
-    mesh, plan = build_mesh(resolved.recipe.mesh), resolved.stored
-
-    def fresh() -> Any:
-        model = copy.deepcopy(resolved.assembled)
-
-        def place(source: Source | None = None) -> Any:
-            return place_parameters(model, plan, mesh, source or open_hub_weights(job["folder"], resolved.model))
-
-        return plan, place
-
-    return fresh
+    job = job_here(recipe, AutoConfig.from_pretrained(folder))
+    return job, build_mesh(job.recipe.mesh)
 
 
 def _weight_files(folder: str) -> list[str]:
     return [entry.path for entry in os.scandir(folder) if entry.name.endswith(".safetensors")]
 
 
-def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
-    """(wall, CPU) seconds to read the weight files piece by piece into one buffer."""
+def _plain_read(folder: str, cold: bool) -> Seconds:
+    """Seconds to read the weight files piece by piece into one buffer."""
     if cold:
         _evict(folder)
     buffer = bytearray(PIECE)
-    started = time.perf_counter(), time.process_time()
-    for path in _weight_files(folder):
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-    return time.perf_counter() - started[0], time.process_time() - started[1]
+
+    def read() -> None:
+        for path in _weight_files(folder):
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    return clocked(read)
 
 
 def _evict(folder: str) -> None:

@@ -11,42 +11,37 @@ fused AdamW, SDPA.
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, ClassVar
 
-_SIZES = {"hidden_act": "silu", "vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-_SIZES |= {"tie_word_embeddings": False, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2}
+from shardwright.arguments.command_line import Parser
+from shardwright.scripts.measure.tables import in_fresh_process
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# what is not said is as transformers has it for Llama-2-7B and Mixtral-8x7B
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
-        **_SIZES,
-        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "intermediate_size": 8192,
-        "rope_theta": 500000.0,
+        "max_position_embeddings": 4096,
     },
     "mixtral": {
-        **_SIZES,
-        "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "hidden_size": 1536,
         "num_hidden_layers": 12,
         "num_attention_heads": 24,
         "num_key_value_heads": 8,
         "intermediate_size": 3072,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
         "output_router_logits": True,
-        "rope_theta": 1e6,
         "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
     },
 }
 RECIPES = {"llama": "llama_fsdp", "mixtral": "mixtral_ep"}
@@ -59,74 +54,40 @@ SPEED = {
 }
 
 
-def main() -> int:
-    if len(sys.argv) > 2 and sys.argv[1] == "--row":
-        print("\n" + json.dumps(row(sys.argv[2], sys.argv[3:])), flush=True)
-        return 0
-    from shardwright.arguments.command_line import Parser
+KINDS = "gradients,losses,speed,trainer"
 
+
+def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "--only", help="kinds of rows, with commas between them: gradients, losses, speed, trainer (all)"
-    )
-    kinds = (parser.parse_args().only or "gradients,losses,speed,trainer").split(",")
+    parser.add_argument("--only", default=KINDS, help=f"kinds of rows, with commas between them ({KINDS})")
+    kinds = parser.parse_args().only.split(",")
     for name in ("llama", "mixtral"):
         if "gradients" in kinds:
-            found = _run("gradients", name)
+            found = in_fresh_process(gradients, name)
             print(
                 f"{name}: float32, one step: loss off by {found['loss']:.1e}, worst gradient {found['worst']:.1e} "
                 f"({found['where']})",
                 flush=True,
             )
         if "losses" in kinds:
-            exact, ours = (_run("losses", name, kind, environment=env) for kind, env in _PLACES.items())
-            off = [abs(a - b) / a for a, b in zip(exact["losses"], ours["losses"], strict=True)]
+            exact, ours = (in_fresh_process(losses, name, dtype) for dtype in ("float32", "bfloat16"))
+            off = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
             print(
                 f"{name}: {len(off)} losses, bfloat16 here beside float32 on the CPU: worst {max(off):.1e}, last "
-                f"{ours['losses'][-1]:.4f} and {exact['losses'][-1]:.4f}",
+                f"{ours[-1]:.4f} and {exact[-1]:.4f}",
                 flush=True,
             )
     for name in SPEED if "speed" in kinds else ():
-        found = _run("speed", name)
-        print(
-            f"{name} ({SPEED[name]}): {found['milliseconds']:.1f} ms, {found['tokens']:,.0f} tokens/s, "
-            f"{found['bytes'] / 1e9:.1f} GB at most, {found['compile']:.0f} s to the second step",
-            flush=True,
-        )
-    for name, compiled in (("mixtral", ""), ("llama", "compiled")) if "trainer" in kinds else ():
-        found = _run("trainer", name, compiled)
-        print(
-            f"transformers' Trainer, {name}{', torch.compile' * bool(compiled)}: {found['milliseconds']:.1f} ms, "
-            f"{found['tokens']:,.0f} tokens/s, {found['bytes'] / 1e9:.1f} GB at most",
-            flush=True,
-        )
+        print(f"{name} ({SPEED[name]}): {in_fresh_process(speed, name)}", flush=True)
+    for name, compiled in (("mixtral", False), ("llama", True)) if "trainer" in kinds else ():
+        what = f"{name}{', torch.compile' * compiled}"
+        print(f"transformers' Trainer, {what}: {in_fresh_process(trainer, name, compiled)}", flush=True)
     return 0
 
 
-_PLACES = {"float32": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}, "bfloat16": {}}
-
-
-def _run(*words: str, environment: dict[str, str] | None = None) -> Any:
-    command = [sys.executable, __file__, "--row", *words]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
-            stdout=subprocess.PIPE,
-            check=False,
-            text=True,
-        )
-    if done.returncode:
-        print(f"{' '.join(words)}: failed\n{done.stdout[-1500:]}", flush=True)
-        raise SystemExit(1)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def row(kind: str, words: list[str]) -> dict[str, Any]:
-    kinds: dict[str, Any] = {"gradients": gradients, "losses": losses, "speed": speed, "trainer": trainer}
-    found: dict[str, Any] = kinds[kind](*words)
-    return found
+def rates(seconds: float, most: int) -> str:
+    """A step's time, its tokens/s, and the ``most`` bytes in use."""
+    return f"{seconds * 1e3:.1f} ms, {ROWS * LENGTH / seconds:,.0f} tokens/s, {most / 1e9:.1f} GB at most"
 
 
 def gradients(name: str) -> dict[str, Any]:
@@ -142,30 +103,28 @@ def gradients(name: str) -> dict[str, Any]:
     return {"loss": loss, "worst": worst, "where": str(found.get("where", found))}
 
 
-def losses(name: str, dtype: str) -> dict[str, Any]:
-    """The losses of a recipe's own model over some steps."""
+def losses(name: str, dtype: str) -> list[float]:
+    """The losses of a recipe's own model over some steps: in float32 on the CPU, in bfloat16 here."""
+    if dtype == "float32":
+        os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
     loop = _trained(RECIPES[name], f"dtype={dtype}", max_steps=STEPS, warmup_steps=5, logging_steps=1)
-    return {"losses": [entry["loss"] for entry in loop.state.log_history if "loss" in entry]}
+    return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
 
 
-def speed(name: str) -> dict[str, Any]:
-    """Milliseconds and tokens/s of the median step, and the most memory in use."""
+def speed(name: str) -> str:
+    """The median step of a run's log, and the seconds that it spent compiling."""
     from shardwright.xla.program_cache import KEPT
     from shardwright.xla.runtime import compile_seconds
 
     model = name.partition(",")[0]
-    Path("config.json").write_text(json.dumps(MODELS[model]))
-    size: dict[str, Any] = {"sequence_length": LENGTH, "per_device_train_batch_size": ROWS, "max_steps": 20}
-    loop = _trained(RECIPES[model], SPEED[name], model="config.json", warmup_steps=5, logging_steps=4, **size)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
+        json.dump(MODELS[model], config)
+        config.flush()
+        size: dict[str, Any] = {"sequence_length": LENGTH, "per_device_train_batch_size": ROWS, "max_steps": STEPS}
+        loop = _trained(RECIPES[model], SPEED[name], model=config.name, warmup_steps=5, logging_steps=4, **size)
     # the first rate includes the compile
     rate = statistics.median([e["tokens_per_second"] for e in loop.state.log_history if "tokens_per_second" in e][1:])
-    milliseconds = ROWS * LENGTH / rate * 1e3
-    return {
-        "milliseconds": milliseconds,
-        "tokens": rate,
-        "bytes": KEPT.most_memory() or 0,
-        "compile": compile_seconds(),
-    }
+    return f"{rates(ROWS * LENGTH / rate, KEPT.most_memory() or 0)}, {compile_seconds():.0f} s to the second step"
 
 
 def _trained(recipe: str, compute: str, **given: Any) -> Any:
@@ -174,12 +133,13 @@ def _trained(recipe: str, compute: str, **given: Any) -> Any:
 
     mesh = "fsdp=1,expert=1" if recipe == "mixtral_ep" else "fsdp=1"
     # whole rows, as the Trainer's: what a row's documents don't see of each other is not computed
-    rest = {"eval_strategy": "no", "save_strategy": "no", "output_dir": "run", "isolate_documents": False}
-    return train(TrainingArguments(recipe=recipe, mesh=mesh, compute=compute, **{**rest, **given}))
+    rest: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "isolate_documents": False}
+    with tempfile.TemporaryDirectory() as output:
+        return train(TrainingArguments(recipe=recipe, mesh=mesh, compute=compute, output_dir=output, **rest, **given))
 
 
-def trainer(name: str, compiled: str) -> dict[str, Any]:
-    """The same of transformers' Trainer."""
+def trainer(name: str, compiled: bool) -> str:
+    """The median step of transformers' Trainer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -203,17 +163,15 @@ def trainer(name: str, compiled: str) -> dict[str, Any]:
             torch.cuda.synchronize()
             self.seconds.append(time.monotonic() - self.begun)
 
-    sizes = MODELS[name]
-    config, clock = AutoConfig.for_model(**{k: v for k, v in sizes.items() if k != "architectures"}), Clock()
+    config, clock = AutoConfig.for_model(**MODELS[name]), Clock()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     given: dict[str, Any] = {"per_device_train_batch_size": ROWS, "max_steps": 8, "bf16": True, "report_to": "none"}
-    given |= {"optim": "adamw_torch_fused", "torch_compile": bool(compiled), "save_strategy": "no"}
+    given |= {"optim": "adamw_torch_fused", "torch_compile": compiled, "save_strategy": "no"}
     given |= {"gradient_checkpointing": name == "mixtral", "logging_steps": 100}  # without it Mixtral has no room
-    Trainer(model, TrainingArguments("run", **given), train_dataset=Rows(), callbacks=[clock]).train()
-    seconds = statistics.median(clock.seconds[3:])
-    most = torch.cuda.max_memory_allocated()
-    return {"milliseconds": seconds * 1e3, "tokens": ROWS * LENGTH / seconds, "bytes": most}
+    with tempfile.TemporaryDirectory() as output:
+        Trainer(model, TrainingArguments(output, **given), train_dataset=Rows(), callbacks=[clock]).train()
+    return rates(statistics.median(clock.seconds[3:]), torch.cuda.max_memory_allocated())
 
 
 if __name__ == "__main__":

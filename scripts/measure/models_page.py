@@ -1,11 +1,12 @@
 """Print docs/models.md: published models, the recipe of each, the slices that hold it, and what it would cost.
 
-python scripts/measure/models_page.py --results models.json > docs/models.md   minutes of CPU; no network, no weights
+python scripts/measure/models_page.py > docs/models.md   minutes of CPU; no network, no weights
 
 Models are the configs of tests/model/real_configs.jsonl.gz. Slices are the plan's (trainer/launch/smallest_slice.py);
 rows of the compiler and the range of MFU are read from docs/records/tpu.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -13,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,12 @@ class Row:
 
 
 def main() -> int:
-    parser = Parser(__doc__)
-    parser.add_argument("--results", type=Path, help="a file that keeps what was planned; what is in it is not again")
-    results = parser.parse_args().results
+    Parser(__doc__).parse_args()
     os.environ["USE_TORCH_XLA"] = "0"  # no device is needed
     import transformers
 
     transformers.logging.set_verbosity_error()
-    rows, refused = read(published(), results)
-    print(page(rows, refused), end="")
+    print(page(*read(published())), end="")
     return 0
 
 
@@ -121,9 +119,7 @@ def published() -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if not COPIES.match(row["name"])]
 
 
-def read(
-    configs: Sequence[Mapping[str, Any]], results: Path | None = None
-) -> tuple[list[Row], dict[str, tuple[str, str]]]:
+def read(configs: Sequence[Mapping[str, Any]]) -> tuple[list[Row], dict[str, tuple[str, str]]]:
     """The rows of models that transformers knows; and of those that it doesn't, model type → (repository, reason)."""
     from shardwright.errors import UserError
     from shardwright.layout.auto import UNMADE
@@ -143,29 +139,16 @@ def read(
                 refused.setdefault(each["config"]["model_type"], (each["name"], found))
                 continue
         groups.setdefault((each["config"]["model_type"], facts.parameters), (facts, []))[1].append(each["name"])
-    kept = json.loads(results.read_text()) if results and results.exists() else {}
-    rows = []
-    for (kind, size), (facts, names) in sorted(groups.items(), key=lambda group: group[0]):
-        key = f"{kind} {size}"
-        row = Row(**kept[key]) if key in kept else row_of(kind, facts)
-        rows.append(replace(row, repositories=in_order(names)))
-        kept[key] = asdict(rows[-1])
-        if results:
-            results.write_text(json.dumps(kept))
-    return rows, refused
+    ordered = sorted(groups.items(), key=lambda group: group[0])
+    return [row_of(kind, facts, names) for (kind, _), (facts, names) in ordered], refused
 
 
-def in_order(names: Sequence[str]) -> tuple[str, ...]:
-    """The repositories of one size: those in full precision first."""
-    return tuple(sorted(names, key=lambda name: (bool(re.search("FP8|NVFP4", name)), name)))
-
-
-def row_of(kind: str, facts: Any) -> Row:
-    """The plan's answers about a model; its repositories are still to be named."""
+def row_of(kind: str, facts: Any, names: Sequence[str]) -> Row:
+    """The plan's answers about a model, whose repositories in full precision come first."""
     flops = facts.training_flops(1, LENGTH)
     return Row(
         kind,
-        (),
+        tuple(sorted(names, key=lambda name: (bool(re.search("FP8|NVFP4", name)), name))),
         facts.parameters,
         shipped(facts) or "auto",
         slices(facts, None),
@@ -192,18 +175,17 @@ def shipped(facts: Any) -> str | None:
     from shardwright.layout.load_recipe import load_recipe, shipped_recipes
     from shardwright.layout.plan import make_plan
 
-    own = facts.model.config.model_type
+    def strangeness(name: str) -> tuple[bool, bool, str]:
+        """Its own family's comes first, then the general ones."""
+        of = (recipes[name].model or {})["model_type"]
+        return of != facts.model.config.model_type, name not in ("llama_fsdp", "mixtral_ep"), name
+
     recipes = {name: load_recipe(name) for name in shipped_recipes()}
     plain = [name for name in recipes if name.endswith(("_ep", "_fsdp")) and name != "mixtral_fsdp"]
-    general = ("llama_fsdp", "mixtral_ep")
-    for name in sorted(
-        plain, key=lambda name: ((recipes[name].model or {})["model_type"] != own, name not in general, name)
-    ):
-        try:
+    for name in sorted(plain, key=strangeness):
+        with contextlib.suppress(UserError):
             make_plan(recipes[name], facts.model, 64)
-        except UserError:
-            continue
-        return name
+            return name
     return None
 
 
@@ -248,11 +230,9 @@ def compiled() -> Iterator[str]:
         if row["name"] in OPTIMIZERS:
             continue
         model, recipe, topology = row["name"].split(", ")
-        rate = row["tokens/s"]
-        cost = hours(float(rate.replace(",", "")))
         yield (
             f"| {model} | all weights, AdamW, bfloat16 | `{recipe}`, {topology} | {chips(topology)} "
-            f"| {row['HBM, GiB']} | {rate} | {cost} |"
+            f"| {row['HBM, GiB']} | {_cost(row['tokens/s'])} |"
         )
     for row in record("tpu/adapters.md", "HBM, GiB"):
         where = re.search(r"v\w+:[\dx]+$", row["name"])
@@ -262,9 +242,8 @@ def compiled() -> Iterator[str]:
             recipe = PUBLISHED.get(model, "mixtral_ep")
             trains = f"LoRA, {f'the model in its {kept}' if model else how}"
             slice_ = f"`{recipe}`, {where[0]} | {chips(where[0])}"
-            rate = row.get("tokens/s", "")
-            cost = hours(float(rate.replace(",", ""))) if rate else ""
-            yield f"| {model or 'Mixtral-8x7B'} | {trains} | {slice_} | {row['HBM, GiB']} | {rate} | {cost} |"
+            cost = _cost(row.get("tokens/s", ""))
+            yield f"| {model or 'Mixtral-8x7B'} | {trains} | {slice_} | {row['HBM, GiB']} | {cost} |"
 
 
 def chips(topology: str) -> int:
@@ -274,8 +253,13 @@ def chips(topology: str) -> int:
 
 
 def hours(tokens_a_second: float) -> str:
-    """Chip-hours a billion tokens, to two figures."""
-    return f"{float(f'{1e9 / tokens_a_second / 3600:.2g}'):,.0f}"
+    """Chip-hours a billion tokens."""
+    return _two(1e9 / tokens_a_second / 3600)
+
+
+def _cost(rate: str) -> str:
+    """The cells of a record's tokens/s, and of their cost; empty without a rate."""
+    return f"{rate} | {hours(float(rate.replace(',', ''))) if rate else ''}"
 
 
 def _planned(row: Row, share: tuple[float, float]) -> str:
@@ -291,6 +275,7 @@ def _planned(row: Row, share: tuple[float, float]) -> str:
 
 
 def _two(number: float) -> str:
+    """To two figures."""
     return f"{float(f'{number:.2g}'):,.0f}"
 
 

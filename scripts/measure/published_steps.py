@@ -14,23 +14,22 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ["USE_TORCH_XLA"] = "0"
+
+from transformers import AutoConfig
 
 from shardwright.arguments.command_line import Parser
 from shardwright.compile.hlo.efficiency import Reached, Which
 from shardwright.compile.report.estimate import Estimate, estimate, ranged
 from shardwright.hosts.output_streams import exit_code
-from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import ModelFacts, attended_pairs, facts_of, layer_kinds
-from shardwright.model.meta_model import load_config
 from shardwright.models.ops.kernel_cost import Heads, Tiles, attention_work, gmm_work, tgmm_work
-from shardwright.scripts.measure.tpu_tables import ROOT, markdown
+from shardwright.scripts.measure.tables import markdown
+from shardwright.scripts.measure.tpu_tables import ROOT
 from shardwright.xla.chips import CHIPS, Chip
 
 # A whole chip, both of its devices: docs.cloud.google.com/tpu/docs/tpu7x
@@ -148,10 +147,7 @@ def is_fit(name: str) -> bool:
 def facts_for(step: Step) -> ModelFacts:
     config = json.loads((ROOT / "docs" / "configs" / f"{step.model}.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps({**config, **step.changes}), encoding="utf-8")
-        return facts_of(load_config(str(path), UNMADE))
+    return facts_of(AutoConfig.for_model(**{**config, **step.changes}))
 
 
 def numbers_of(facts: ModelFacts) -> dict[str, int]:

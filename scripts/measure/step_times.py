@@ -22,8 +22,9 @@ from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.estimate import ranged
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
+from shardwright.scripts.measure.tables import markdown
 from shardwright.scripts.measure.tpu_rows import LLAMA8, step
-from shardwright.scripts.measure.tpu_tables import Report, compile_one, markdown
+from shardwright.scripts.measure.tpu_tables import Report, compile_one
 from shardwright.xla.chips import find_topology
 
 

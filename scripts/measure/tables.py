@@ -1,75 +1,73 @@
-"""Tables measured on this machine: a command line, and a process of its own for each measurement."""
+"""Parts of programs that print tables: a process of its own for each measurement, small models, Markdown."""
 
-import argparse
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
-from shardwright.arguments.command_line import Parser
+T = TypeVar("T")
 
 
-def run(
-    tables: Mapping[str, Callable[[str, int], Table]], sides: Mapping[str, Callable[[Any], Any]], description: str
-) -> int:
-    """Print the table that the command line names; or, in a worker process, its measurement as JSON.
-
-    Args:
-        tables: name → function of (recipe, rounds) that makes the table.
-        sides: name → function of the job that a worker runs.
-    """
-    parser = Parser(description)
-    names = "{" + ",".join(tables) + "}"
-    parser.add_argument("what", choices=[*tables, "worker"], metavar=names, help="the table to print")
-    parser.add_argument("--recipe", default="mixtral_ep", help="the recipe whose own small model runs (mixtral_ep)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured (3)")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.what == "worker":
-        job = json.loads(args.job)
-        print(json.dumps(sides[job["side"]](job)))
-        return 0
-    Console(width=140).print(tables[args.what](args.recipe, args.rounds))
-    return 0
+def in_fresh_process(work: Callable[..., T], *given: Any) -> T:
+    """The result of ``work(*given)``, a function of a module, in a Python that has run nothing before."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        return fresh.submit(work, *given).result()
 
 
-def worker(recipe: str, job: dict[str, Any], script: str) -> dict[str, Any]:
-    command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
-    variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables)
-    if done.returncode:
-        raise RuntimeError(f"a worker failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def model_config(job: dict[str, Any]) -> Any:
-    """The config of the recipe's own model, with the sizes that the job names."""
+def own_config(recipe: str, **sizes: int) -> Any:
+    """The config of the recipe's own model, with other ``sizes``."""
     from transformers import AutoConfig
 
     from shardwright.layout.load_recipe import load_recipe
 
-    changes: dict[str, Any] = {k: job[k] for k in ("num_hidden_layers", "hidden_size", "intermediate_size") if k in job}
-    return AutoConfig.for_model(**dict(load_recipe(job["recipe"]).model or {}) | changes)
+    return AutoConfig.for_model(**dict(load_recipe(recipe).model or {}) | sizes)
 
 
-def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
-    """The trainer's Job for a worker's job: its recipe on ``config`` and this process's devices."""
-    from dataclasses import replace
-
-    from shardwright.arguments.training import Settings, TrainingArguments
+def job_here(recipe: str, config: Any, **options: Any) -> Any:
+    """The job of a recipe on ``config`` and this process's 8 devices, which it opens."""
+    from shardwright.arguments.training import TrainingArguments
     from shardwright.job import Job
-    from shardwright.layout.load_recipe import load_recipe
-    from shardwright.model.facts import facts_of
     from shardwright.xla.runtime import init_runtime
 
     init_runtime()
-    recipe = load_recipe(job["recipe"])
-    scan = job.get("scan", recipe.compute.scan)
-    recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
-    settings = Settings.of(TrainingArguments(recipe=job["recipe"], **options))
-    return Job(recipe, settings, 8, facts_of(config))
+    return Job.resolve(TrainingArguments(recipe=recipe, **options), lambda: 8, config=config)
+
+
+def byte_tokenizer(words: Iterable[str]) -> Any:
+    """A tokenizer with a token a byte, and one for each of ``words``, which are special."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import AddedToken, PreTrainedTokenizerFast
+
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    return tokenizer
+
+
+def trls_templates() -> Path:
+    """The folder of the chat templates that trl ships."""
+    import trl
+
+    return Path(trl.__file__).parent / "chat_templates"
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown_head(header: Sequence[str]) -> str:
+    """The first two lines of a table in Markdown."""
+    return "\n".join([markdown_row(header), markdown_row("---" for _ in header)])
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join([markdown_head(header), *map(markdown_row, rows)])

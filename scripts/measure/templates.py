@@ -17,7 +17,6 @@ A cell says what a run makes of a chat under `--train_on all`:
     refused    refused, and trained by trl's
 """
 
-import argparse
 import json
 import os
 import re
@@ -25,8 +24,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from shardwright.arguments.command_line import Parser
+from shardwright.scripts.measure.tables import byte_tokenizer, markdown_head, markdown_row, trls_templates
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -38,31 +39,16 @@ STOPS = {
     "muse_glimmer": ("<|eot|>",),
     **dict.fromkeys(["diffusion_gemma", *(f"gemma4{v}" for v in _GEMMA4)], ("<eos>", "<turn|>", "<|tool_response>")),
 }
-ANY_STOP: tuple[str, ...] = (
-    "</s>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<turn|>",
-)
-ANY_STOP += ("<end_of_utterance>", "<｜end▁of▁sentence｜>", "<eos>")
+ANY_STOP: tuple[str, ...] = ("</s>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+ANY_STOP += ("<turn|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<eos>")
 _NAMES = re.compile(r"<[|｜]?/?[\w▁]+[|｜]?>|\[/?INST\]")
 _FREE = {"<tools>", "</tools>", "<tool_call>", "</tool_call>"}  # letters in most tokenizers
 
+_TOWN = {"type": "object", "properties": {"town": {"type": "string", "description": "its name"}}, "required": ["town"]}
 TOOLS = [
     {
         "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Weather of a town",
-            "parameters": {
-                "type": "object",
-                "properties": {"town": {"type": "string", "description": "its name"}},
-                "required": ["town"],
-            },
-        },
+        "function": {"name": "weather", "description": "Weather of a town", "parameters": _TOWN},
     }
 ]
 
@@ -130,28 +116,15 @@ class TrainedTexts:
 
 def names() -> list[str]:
     """The templates that trl ships, without its training variants."""
-    import trl
-
-    folder = Path(trl.__file__).parent / "chat_templates"
-    return sorted(path.stem for path in folder.glob("*.jinja") if not path.stem.endswith("_training"))
+    return sorted(path.stem for path in trls_templates().glob("*.jinja") if not path.stem.endswith("_training"))
 
 
 @cache
 def tokenizer_of(name: str) -> Any:
     """A token a byte, beside the special words of the template ``name``, which it has."""
-    import trl
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import AddedToken, PreTrainedTokenizerFast
-
-    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
-    words = dict.fromkeys([*stops_of(name), *(w for w in _NAMES.findall(template) if w not in _FREE), "<s>"])
-    tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    template = (trls_templates() / f"{name}.jinja").read_text(encoding="utf-8")
+    found = (word for word in _NAMES.findall(template) if word not in _FREE)
+    tokenizer = byte_tokenizer(dict.fromkeys([*stops_of(name), *found, "<s>"]))
     tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template = stops_of(name)[0], "<s>", template
     return tokenizer
 
@@ -258,16 +231,16 @@ def _bare(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("templates", nargs="*", help="Default: all that trl ships, without the texts.")
+    parser = Parser(__doc__)
+    parser.add_argument("templates", nargs="*", help="some of them, with the texts (default: all that trl ships)")
     given = parser.parse_args()
-    print(f"| template | {' | '.join(CASES)} |\n|{'---|' * (len(CASES) + 1)}")
+    print(markdown_head(["template", *CASES]))
     counts = Counter[str]()
     for name in given.templates or names():
         cells = {case: (ours(name, case), trls(name, case)) for case in CASES}
         verdicts = [verdict(*cell) for cell in cells.values()]
         counts.update(re.sub(r" \d+$", "", word) for word in verdicts)
-        print(f"| {name} | {' | '.join(verdicts)} |", flush=True)
+        print(markdown_row([name, *verdicts]), flush=True)
         for case, (found, expected) in cells.items() if given.templates else ():
             print(f"  {case}\n    ours: {found.texts or found.why}")
             print(f"    trl:  {expected and (expected.texts or expected.why)}")

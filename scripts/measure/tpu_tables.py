@@ -26,6 +26,8 @@ from rich.console import Console
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
+from shardwright.report.units import axes_text
+from shardwright.scripts.measure.tables import markdown
 from shardwright.scripts.measure.tpu_rows import TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +142,7 @@ def _cells(report: Report) -> dict[str, str]:
     estimate, host = report["estimate"], report["host_temp_bytes"] / GIB
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
     cells = {
-        "mesh": " × ".join(f"{axis}={size}" for axis, size in report["mesh"].items()),
+        "mesh": axes_text(report["mesh"]),
         "HBM, GiB": f"{report['required_bytes'] / GIB:.1f}",
         "temporaries": f"{report['temp_bytes'] / GIB:.2f}" + (f" + {host:.1f} host" if host else ""),
         _COMPILE: f"{report['compile_seconds']:.0f}",
@@ -172,10 +174,6 @@ def _graph_table(reports: dict[str, Report]) -> str:
         first, *others = (graph["compile_seconds"] for graph in report["graphs"])
         rows.append([row, *(needed.get(name, "") for name in names), f"{first:.0f}", f"{sum(others):.0f}"])
     return markdown(["HBM a chip, GiB", *names, f"{_COMPILE}: train step", "the others"], rows)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ an exponential of the log-ratio), trl runs a second time in float64: the row is 
 two runs, which it prints.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -34,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright import TrainingArguments, train
+from shardwright.arguments.command_line import Parser
 from shardwright.data.rows.batches import TrainingBatches
 
 PLAIN = Path(__file__).parent / "trl_plain.py"
@@ -86,8 +86,6 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 STEEP = ("forward_kl",)
 OBJECTIVE_OF = {"apo_zero_unpaired": "kto", "hh": "dpo"}  # of kinds that are no objective
-
-
 # (family, whether with LoRA, beta) of students of a teacher of another shape
 STUDENTS = [("llama", False, 0.0), ("llama", False, 0.5), ("llama", False, 1.0), ("llama", True, 0.5)]
 STUDENTS += [("mixtral", False, 0.5)]
@@ -95,45 +93,41 @@ TEACHER = {**CONFIGS["llama"], "hidden_size": 96, "num_hidden_layers": 3}
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    yield from _objectives()
-    full = dict(_objectives())["dpo llama full packed"]
-    for name, options in LOSS_TYPES.items():
-        yield f"dpo {name} llama full packed", full | {"numbers": {"beta": 0.3, "loss_type": name, **options}}
-    for name in DIVERGENCES:
-        yield (
-            f"dpo {name} llama full packed",
-            full | {"numbers": {"beta": 0.3, "f_divergence_type": name}, "steep": name in STEEP},
-        )
-
-
-def _objectives() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name → case: objective or kind, family, full or lora, packed or unpacked."""
     tuned = itertools.product(["sft"], CONFIGS, (False, True), (True, False))
     preferring = itertools.product(PREFERENCES, CONFIGS, (False, True), [True])
     for kind, family, lora, packed in (*tuned, *preferring):
-        if lora and kind in ("orpo", "simpo"):
-            continue
-        yield _case(kind, family, lora, packed, PREFERENCES.get(kind, {}))
+        if not (lora and kind in ("orpo", "simpo")):
+            yield _case(kind, family, lora, packed, PREFERENCES.get(kind, {}))
     for family, lora, beta in STUDENTS:
-        name, case = _case("distill", family, lora, True, {"beta": beta})
         # trl adds no router loss to it
         config = {**CONFIGS[family], **({"router_aux_loss_coef": 0.0} if family == "mixtral" else {})}
-        yield name.replace("distill", f"distill beta={beta}"), {**case, "config": config, "teacher": TEACHER}
+        more = {"config": config, "teacher": TEACHER}
+        yield _case("distill", family, lora, True, {"beta": beta}, f"distill beta={beta}", **more)
+    for name, options in LOSS_TYPES.items():
+        numbers = {"beta": 0.3, "loss_type": name, **options}
+        yield _case("dpo", "llama", False, True, numbers, f"dpo {name}")
+    for name in DIVERGENCES:
+        numbers = {"beta": 0.3, "f_divergence_type": name}
+        yield _case("dpo", "llama", False, True, numbers, f"dpo {name}", steep=name in STEEP)
 
 
-def _case(kind: str, family: str, lora: bool, packed: bool, numbers: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    return (
-        f"{kind} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}",
-        {
-            "family": family,
-            "config": CONFIGS[family],
-            "kind": kind,
-            "objective": OBJECTIVE_OF.get(kind, kind),
-            "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
-            "packed": packed,
-            "options": OPTIONS,
-            "numbers": numbers,
-        },
-    )
+def _case(
+    kind: str, family: str, lora: bool, packed: bool, numbers: Mapping[str, Any], words: str = "", **more: Any
+) -> tuple[str, Case]:
+    """A case under its name, which begins with ``words``, else with its kind."""
+    name = f"{words or kind} {family} {'lora' if lora else 'full'} {'packed' if packed else 'unpacked'}"
+    case = {
+        "family": family,
+        "config": CONFIGS[family],
+        "kind": kind,
+        "objective": OBJECTIVE_OF.get(kind, kind),
+        "lora": {"r": 4, "lora_alpha": 8, **LORA[family]} if lora else None,
+        "packed": packed,
+        "options": OPTIONS,
+        "numbers": numbers,
+    }
+    return name, {**case, **more}
 
 
 def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float, float]:
@@ -186,11 +180,9 @@ def _records(case: Case) -> Iterator[dict[str, Any]]:
 
 def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
     """(log of each step, samples of each step's batch, fullness of the rows)."""
-    adapter: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
-    # the whole vocabulary, as trl has it
-    taught: dict[str, Any] = {}
-    if "teacher" in case:
-        taught = {"teacher": str(folder / "teacher"), "teacher_top_k": SIZES["vocab_size"]}
+    more: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
+    if "teacher" in case:  # the whole vocabulary, as trl has it
+        more |= {"teacher": str(folder / "teacher"), "teacher_top_k": SIZES["vocab_size"]}
     args = TrainingArguments(
         model=str(folder / "model"),
         dataset=str(folder / "data.jsonl"),
@@ -201,9 +193,8 @@ def ours(case: Case, folder: Path) -> tuple[Steps, list[Samples], float]:
         **OURS,
         **RECIPES[case["family"]],
         **case["numbers"],
-        **taught,
         **OPTIONS,
-        **adapter,
+        **more,
     )
     done = train(args, Console(quiet=True))
     entries = [entry for entry in done.state.log_history if "loss" in entry]
@@ -275,7 +266,7 @@ def worst_margin(ours: Steps, theirs: Steps) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="words with commas between them, which a case's name has all")
     wanted = {word for word in parser.parse_args().only.split(",") if word}
     failed = False

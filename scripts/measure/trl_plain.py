@@ -20,10 +20,6 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as Decoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
@@ -31,8 +27,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
-    PreTrainedTokenizerFast,
 )
+
+from shardwright.scripts.measure.tables import byte_tokenizer
 
 OPTIONS: dict[str, Any] = {"optim": "adamw_torch", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
 OPTIONS |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
@@ -58,9 +55,8 @@ def _kind(case: dict[str, Any]) -> tuple[Any, str]:
 
 def write_start(folder: Path, case: dict[str, Any]) -> None:
     """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer = byte_tokenizer(["<end>", "<pad>"])
+    tokenizer.eos_token, tokenizer.pad_token = "<end>", "<pad>"
     tokenizer.save_pretrained(folder / "model")
     if "teacher" in case:
         _drawn(AutoModelForCausalLM, case["teacher"], seed=1, width=1.6).save_pretrained(folder / "teacher")
@@ -97,7 +93,7 @@ def train(folder: Path, case: dict[str, Any], dtype: torch.dtype) -> list[dict[s
     if "tokens" in samples[0]:
         parts = [sample["tokens"].items() for sample in samples]
         samples = [{k: tokenizer.decode(v, skip_special_tokens=True) for k, v in items} for items in parts]
-    module, name, options = TRAINERS[case["objective"]]
+    module, name, _ = TRAINERS[case["objective"]]
     base, config = (getattr(importlib.import_module(module), f"{name}{kind}") for kind in ("Trainer", "Config"))
     found: list[dict[str, float]] = []
 
@@ -123,18 +119,7 @@ def train(folder: Path, case: dict[str, Any], dtype: torch.dtype) -> list[dict[s
             found.append({"loss": loss.item(), **{name: float(value) for name, value in last.items()}})
             return loss
 
-    numbers = dict(case["numbers"])
-    if "loss_type" in numbers and case["objective"] == "dpo":  # whose option in trl is a list
-        numbers["loss_type"] = numbers["loss_type"].split(",")
-    if "loss_weights" in numbers:
-        numbers["loss_weights"] = [float(word) for word in numbers["loss_weights"].split(",")]
-    options = {**OPTIONS, **case["options"], **options, **numbers}
-    coefficient = "router_aux_loss_coef"
-    if coefficient in case["config"] and case["objective"] != "reward":  # whose class adds no router loss
-        model.config.output_router_logits = True
-        # the configs of the two older trainers have no such coefficient: they use the model's
-        options |= {coefficient: case["config"][coefficient]} if module == "trl" else {}
-    arguments = config(**options, max_steps=len(batches), output_dir=str(folder / "trl"))
+    arguments = config(**_options(case, model), max_steps=len(batches), output_dir=str(folder / "trl"))
     more: dict[str, Any] = {}
     if "teacher" in case:
         more["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
@@ -142,6 +127,23 @@ def train(folder: Path, case: dict[str, Any], dtype: torch.dtype) -> list[dict[s
     data = Dataset.from_list(samples)
     Given(model=model, args=arguments, train_dataset=data, processing_class=tokenizer, **more).train()
     return found
+
+
+def _options(case: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The options of the case's config in trl; ``model`` is told to return its router's loss, where it has one."""
+    numbers = dict(case["numbers"])
+    if "loss_type" in numbers and case["objective"] == "dpo":  # whose option in trl is a list
+        numbers["loss_type"] = numbers["loss_type"].split(",")
+    if "loss_weights" in numbers:
+        numbers["loss_weights"] = [float(word) for word in numbers["loss_weights"].split(",")]
+    module, _, own = TRAINERS[case["objective"]]
+    options = {**OPTIONS, **case["options"], **own, **numbers}
+    coefficient = "router_aux_loss_coef"
+    if coefficient in case["config"] and case["objective"] != "reward":  # whose class adds no router loss
+        model.config.output_router_logits = True
+        # the configs of the two older trainers have no such coefficient: they use the model's
+        options |= {coefficient: case["config"][coefficient]} if module == "trl" else {}
+    return options
 
 
 if __name__ == "__main__":

@@ -9,19 +9,20 @@ LENGTH tokens with labels, after all imports. Memory is the highest above that a
 tokenizer of 24,000 tokens trained on them, are those of Python's standard library; the templates are trl's.
 """
 
-import argparse
+import contextlib
 import json
 import os
 import random
 import re
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from shardwright.arguments.command_line import Parser
+from shardwright.scripts.measure.tables import in_fresh_process, markdown_head, markdown_row, trls_templates
 
 os.environ["USE_TORCH_XLA"] = "0"  # accelerate would take its devices
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -45,7 +46,6 @@ def sources() -> Iterator[str]:
 
 def write_tokenizers(folder: Path) -> None:
     """A folder a template: one tokenizer, trained on the standard library, with the template's special tokens."""
-    import trl
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AddedToken, PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ def write_tokenizers(folder: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=24_000, initial_alphabet=letters.alphabet(), show_progress=False)
     trained.train_from_iterator(sources(), trainer)
     for name, end in TEMPLATES.items():
-        template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+        template = (trls_templates() / f"{name}.jinja").read_text()
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, clean_up_tokenization_spaces=False)
         words = dict.fromkeys([*re.findall(r"<\|\w+\|>", template), end, BEGIN, PAD])
         tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
@@ -76,6 +76,9 @@ def write_chats(path: Path, turns: int) -> None:
         for _ in range(CHARACTERS // (2 * MESSAGE * turns)):
             roles = ("user", "assistant") * turns
             print(json.dumps({"messages": [{"role": role, "content": content()} for role in roles]}), file=file)
+
+
+Side = Callable[[Path, Path], Callable[[], int]]  # from chats and a tokenizer, what makes the rows and counts them
 
 
 def ours(chats: Path, tokenizer: Path) -> Callable[[], int]:
@@ -114,42 +117,37 @@ def trls(chats: Path, tokenizer: Path) -> Callable[[], int]:
     return make
 
 
-def child(side: str, chats: Path, tokenizer: Path) -> None:
-    make = {"ours": ours, "trl": trls}[side](chats, tokenizer)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    began = time.process_time()
-    rows = make()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": time.process_time() - began, "bytes": peak - resident, "rows": rows}))
-
-
-def measure(side: str, chats: Path, tokenizer: Path) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", side, str(chats), str(tokenizer)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, check=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def measured(side: Side, chats: Path, tokenizer: Path) -> tuple[float, int, int]:
+    """CPU seconds and memory of one side, and the rows that it made, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        make = side(chats, tokenizer)
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        began = time.process_time()
+        rows = make()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return time.process_time() - began, peak - resident, rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
+    parser = Parser(__doc__)
+    parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES), help="some of them")
     given = parser.parse_args()
-    if given.child:
-        return child(given.child[0], *map(Path, given.child[1:]))
-    heads = "| template | turns | CPU, s | trl's | ratio | memory, MB | trl's | rows | trl's | CPU a row, ratio |"
-    print(f"{heads}\n{'|---' * 10}|")
+    heads = ("template", "turns", "CPU, s", "trl's", "ratio", "memory, MB", "trl's", "rows", "trl's")
+    print(markdown_head([*heads, "CPU a row, ratio"]))
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizers(Path(folder))
         for template in given.templates:
             for turns in TURNS:
                 chats = Path(folder, f"{turns}.jsonl")
                 write_chats(chats, turns)
-                a, b = (measure(side, chats, Path(folder, template)) for side in ("ours", "trl"))
-                figures = [f"{a['seconds']:.1f} | {b['seconds']:.1f} | {a['seconds'] / b['seconds']:.2f}"]
-                figures += [f"{a['bytes'] / 1e6:,.0f} | {b['bytes'] / 1e6:,.0f} | {a['rows']} | {b['rows']}"]
-                figures += [f"{a['seconds'] / a['rows'] / (b['seconds'] / b['rows']):.2f}"]
-                print(f"| {template} | {turns} | {' | '.join(figures)} |", flush=True)
+                mine, theirs = (
+                    in_fresh_process(measured, side, chats, Path(folder, template)) for side in (ours, trls)
+                )
+                (seconds, memory, rows), (their_seconds, their_memory, their_rows) = mine, theirs
+                figures = [f"{seconds:.1f}", f"{their_seconds:.1f}", f"{seconds / their_seconds:.2f}"]
+                figures += [f"{memory / 1e6:,.0f}", f"{their_memory / 1e6:,.0f}", str(rows), str(their_rows)]
+                figures += [f"{seconds / rows / (their_seconds / their_rows):.2f}"]
+                print(markdown_row([template, str(turns), *figures]), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("compile.py", ["--topolog", "v5p:4x4x4"], "--topolog; did you mean '--topology'?"),
         ("plan.py", ["--recipe", "mixtral_ep", "--device=4"], "--device; did you mean '--devices'?"),
         ("export.py", ["--checkpoin", "output"], "--checkpoin; did you mean '--checkpoint'?"),
-        ("measure/depth.py", ["depth", "--round=1"], "--round; did you mean '--rounds'?"),
+        ("measure/depth.py", ["--recip=x"], "--recip; did you mean '--recipe'?"),
         ("measure/files.py", ["load", "--round=1"], "--round; did you mean '--rounds'?"),
         ("measure/families.py", ["--onl=llama"], "--onl; did you mean '--only'?"),
         ("launch.py", ["jobset", "--topolog=v5p:2x2x4"], "--topolog; did you mean '--topology'?"),

@@ -121,3 +121,6 @@ def test_the_command_prints_what_became_of_each_and_writes_a_file_that_train_tak
     again = run(script, str(FOLDER / "zephyr_dpo_qlora.yaml"), "--write", str(out), env=environment())
     assert again.returncode == 2
     assert "a file that is there already" in again.stderr
+    absent = run(script, str(FOLDER / "zephyr_dpo_qlora.yaml"), "--write", "absent/run.yaml", env=environment())
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert "no folder absent" in absent.stderr

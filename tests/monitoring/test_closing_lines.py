@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -13,7 +15,15 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.evaluation.completions import _beginning
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.files.folder import Folder
-from shardwright.monitoring.messages import next_commands
+from shardwright.job import Job
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.meta_model import load_config
+from shardwright.monitoring.next_commands import MODEL, next_commands
+
+
+def job_with(**options: Any) -> Job:
+    args = TrainingArguments(recipe="llama_fsdp", max_steps=20, **options)
+    return Job.resolve(args, lambda: 8, config=load_config(None, load_recipe("llama_fsdp")))
 
 
 @pytest.mark.parametrize(
@@ -25,28 +35,41 @@ from shardwright.monitoring.messages import next_commands
             'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "my runs/one/model")',
         ),
         ({"objective": "reward"}, 'AutoModelForSequenceClassification.from_pretrained("my runs/one/model")'),
+        (
+            {"objective": "reward", "lora_r": 4, "model": "org/base"},
+            'PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained("org/base", num_labels=1), '
+            '"my runs/one/model")',
+        ),
     ],
 )
 def test_a_finished_run_says_how_to_load_evaluate_export_and_go_on_in_words_that_the_commands_take(options, load):
-    args = TrainingArguments(recipe="llama_fsdp", max_steps=20, **options)
-    lines = dict(line.split(":", 1) for line in next_commands(args, Folder("my runs/one"), saved=20))
-    said = {what: line.strip() for what, line in lines.items()}
-    assert said["load"] == load
-    assert ("evaluate" in said) is (args.objective != "reward")
+    job = job_with(**options)
+    said = next_commands(job, Folder("my runs/one"), step=20, saved=20, there={MODEL})
+    imports, _, expression = said["load"].partition("; model = ")
+    assert expression == load
+    assert all(f"import {name}" in imports for name in re.findall(r"(\w+)\.from_pretrained", load))
+    assert ("evaluate" in said) is (job.args.objective != "reward")
     if "evaluate" in said:
         found = options_parser([EvaluationArguments]).parse_args(shlex.split(said["evaluate"])[2:])
         assert (found.model, found.recipe) == ("my runs/one/model", "llama_fsdp")
     export = shlex.split(said["export"])
     assert "my runs/one/checkpoint-20" in export
-    assert ("--merge" in export) is args.has_adapter
+    assert ("--merge" in export) is job.args.has_adapter
     on = shlex.split(said["go on"])
     assert on[on.index("--config") + 1] == "my runs/one/run.yaml"
     assert on[-4:] == ["--resume_from_checkpoint", "latest", "--max_steps", "40"]
+    earlier = next_commands(job, Folder("my runs/one"), step=10, saved=10, there={MODEL})["go on"]
+    assert "--max_steps" not in earlier
 
 
 def test_a_run_that_saved_nothing_offers_nothing_to_export_or_to_go_on_from():
-    lines = next_commands(TrainingArguments(recipe="llama_fsdp"), Folder("out"), saved=None)
-    assert [line.split(":")[0] for line in lines] == ["load", "evaluate"]
+    found = next_commands(job_with(), Folder("out"), step=20, saved=None, there={MODEL})
+    assert list(found) == ["load", "evaluate"]
+
+
+def test_an_adapter_of_a_recipes_own_random_weights_is_offered_for_no_model():
+    found = next_commands(job_with(lora_r=4), Folder("out"), step=20, saved=20, there={MODEL})
+    assert list(found) == ["export", "go on"]
 
 
 def test_a_completion_begins_with_a_rows_first_tokens_or_with_the_prompt_of_a_chat():

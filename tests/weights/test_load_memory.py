@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import files
 import pytest
+
+from shardwright.scripts.measure import files
+from shardwright.scripts.measure.tables import in_fresh_process
 
 MIB = 1 << 20
 
 
 @pytest.mark.slow
 def test_loading_holds_a_few_copies_of_the_largest_fused_parameter_and_never_the_model(tmp_path):
-    job = {"folder": str(tmp_path), **files.LOAD}
-    files.worker("mixtral_ep", {**job, "side": "make checkpoint"})
-    ours = files.worker("mixtral_ep", {**job, "side": "load memory"})
+    folder = str(tmp_path)
+    in_fresh_process(files.make_checkpoint, "mixtral_ep", folder)
+    beyond, largest, total = in_fresh_process(files.load_memory, "mixtral_ep", folder)
     # four copies of a parameter: its shards, torch_xla's copies of them, those of the (CPU) devices until they are
     # written into the stack, and what the allocator keeps; and room for the compiler
-    bound = 4 * ours["largest"] + 64 * MIB
-    assert ours["total"] > 2 * bound
-    assert ours["beyond"] < bound
+    bound = 4 * largest + 64 * MIB
+    assert total > 2 * bound
+    assert beyond < bound
     # by the same measure a loader that holds the whole model is found out
-    whole = files.worker("mixtral_ep", {**job, "side": "load memory", "whole": True})
-    assert whole["beyond"] > ours["total"] > bound
+    assert in_fresh_process(files.load_memory, "mixtral_ep", folder, True)[0] > total > bound

@@ -1,11 +1,13 @@
 """A launch plan: files, and commands to run in their folder."""
 
+import functools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,29 @@ class LaunchPlan:
     folders: dict[str, Path] = field(default_factory=dict)  # name → folder of Python modules that is copied there
 
 
-class _BlockDumper(yaml.SafeDumper):
-    def represent_str(self, data: str) -> yaml.Node:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+def filled(name: str, **values: Any) -> str:
+    """The file ``name`` of a plan, from its template beside this module."""
+    return _templates().get_template(f"{name}.j2").render(**values)
 
 
-_BlockDumper.add_representer(str, _BlockDumper.represent_str)
+@functools.cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"yaml": _in_yaml, "words": shlex.join, "literal": lambda word: word.replace("$(", "$$(")}
+    return made
 
 
-def as_yaml(value: Any) -> str:
-    """YAML in the order of the keys; texts of several lines become blocks."""
-    return yaml.dump(value, Dumper=_BlockDumper, sort_keys=False, width=10_000, allow_unicode=True)
+def _in_yaml(value: Any) -> str:
+    """A value as YAML has it on one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 def script(commands: list[list[str]]) -> str:

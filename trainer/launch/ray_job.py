@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwright.launch.launch_plan import LaunchPlan, as_yaml
+from shardwright.launch.launch_plan import LaunchPlan, filled
 from shardwright.launch.request import Request
 from shardwright.launch.sent_code import sent_folders
 
@@ -12,20 +12,13 @@ _FILE = "runtime_env.yaml"
 
 def plan(request: Request) -> LaunchPlan:
     """The environment of the job's processes, and ``ray job submit`` (to RAY_API_SERVER_ADDRESS)."""
-    environment: dict[str, object] = {
-        "py_modules": ["shardwright"],  # the hosts find it before one that is installed there
-        "env_vars": request.variables,
-    }
-    if (_ROOT / "pyproject.toml").is_file():  # recipes of one's own in it
-        environment["working_dir"] = str(_ROOT)
-        # from the root of either; of a folder launch/ only what lies in folders of its own, such as launch/NAME
-        environment["excludes"] = ["/.git", "/launch/*/", "/output", "/tests", "/docs"]
+    checkout = str(_ROOT) if (_ROOT / "pyproject.toml").is_file() else ""
     hosts = ["python", "-m", "shardwright.launch.ray_hosts", "--topology", request.topology.name]
     hosts += ["--slices", str(request.topology.slices)]
     hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]
     submit = ["ray", "job", "submit", "--no-wait", "--submission-id", request.name, "--runtime-env", _FILE]
     return LaunchPlan(
-        files={_FILE: as_yaml(environment)},
+        files={_FILE: filled(_FILE, run=request, checkout=checkout)},
         commands=[[*submit, "--", *hosts, "--", "python", "-m", "shardwright.scripts.train", *request.train]],
         afterwards=[["ray", "job", "logs", "--follow", request.name], ["ray", "job", "stop", request.name]],
         notes=["the hosts need the packages of pip install -e '.[tpu]'; the code itself is sent to them"],

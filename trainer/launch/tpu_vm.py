@@ -4,10 +4,9 @@ import itertools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 
 from shardwright.launch.exits import FINAL
-from shardwright.launch.launch_plan import LaunchPlan
+from shardwright.launch.launch_plan import LaunchPlan, filled
 from shardwright.launch.request import Request
 from shardwright.launch.sent_code import requirements, sent_folders
 from shardwright.launch.slices import accelerator_type, generation
@@ -26,11 +25,12 @@ def plan(request: Request) -> LaunchPlan:
     size = [f"--accelerator-type={accelerator_type(request.topology)}"]
     size += [f"--runtime-version={generation(request.topology).runtime}", *(["--spot"] if request.spot else [])]
     size += [f"--node-id={request.name}" if slices == 1 else f"--node-count={slices}"]
-    describe = shlex.join([*_GCLOUD, "describe", request.name, *where, "--format=value(state.state)"])
-    waits = _WAIT_TEMPLATE.substitute(name=request.name, describe=describe)
-    files, folders, copied = {_HOST: _host_script(request), _WAIT: waits}, {}, [_HOST]
+    describe = [*_GCLOUD, "describe", request.name, *where, "--format=value(state.state)"]
+    start, stop = (_in_container if request.image else _in_environment)(request)
+    host = filled(_HOST, run=request, start=start, stop=stop, final=(0, *FINAL))
+    files, folders, copied = {_HOST: host, _WAIT: filled(_WAIT, run=request, describe=describe)}, {}, [_HOST]
     if not request.image:
-        files |= {_INSTALL: _INSTALL_SCRIPT, _NEEDS: requirements()}
+        files |= {_INSTALL: filled(_INSTALL), _NEEDS: requirements()}
         folders = sent_folders()
         copied = ["--recurse", _HOST, _INSTALL, _NEEDS, "shardwright"]
         for path in _recipe_files(request.train):
@@ -49,18 +49,6 @@ def plan(request: Request) -> LaunchPlan:
         ],
         notes=["the TPUs stay, and cost, until they are deleted"],
         folders=folders,
-    )
-
-
-def _host_script(request: Request) -> str:
-    start, stop = (_in_container if request.image else _in_environment)(request)
-    return _HOST_TEMPLATE.substitute(
-        start=start,
-        stop=stop,
-        install="" if request.image else f"bash {_INSTALL} || exit 1\n",
-        restarts=request.max_restarts,
-        final="|".join(map(str, (0, *FINAL))),
-        slices=request.topology.slices,
     )
 
 
@@ -90,71 +78,3 @@ def _in_environment(request: Request) -> tuple[str, str]:
 def _recipe_files(train: Sequence[str]) -> list[Path]:
     """The run's recipe, where it is a file of the user's: it is sent along, and lies beside the code."""
     return [Path(path) for name, path in itertools.pairwise(train) if name == "--recipe" and path.endswith(".py")]
-
-
-_HOST_TEMPLATE = Template("""\
-#!/usr/bin/env bash
-# Runs training on this host, and starts it again where its exit code says that it may go on.
-set -uo pipefail
-
-# how several slices find each other: the TPU's own record has it, one NAME: 'value' a line
-curl --silent --fail --header 'Metadata-Flavor: Google' \\
-  http://metadata.google.internal/computeMetadata/v1/instance/attributes/tpu-env |
-  sed -n "s/^\\(MEGASCALE_[A-Z_]*\\): *'\\(.*\\)'.*/\\1=\\2/p" > megascale.env
-if [ $slices -gt 1 ] && ! grep -q '^MEGASCALE_COORDINATOR_ADDRESS=' megascale.env; then
-  echo "this host's record does not say how its slice finds the others" >&2
-  exit 2
-fi
-
-${install}stopped=
-trap 'stopped=yes; $stop' TERM INT
-restarts=0
-while true; do
-  $start &
-  run=$$!
-  wait $$run
-  code=$$?
-  if [ -n "$$stopped" ]; then  # that wait ended with the signal; this one with the run
-    wait $$run
-    exit
-  fi
-  case $$code in $final) exit $$code ;; esac
-  restarts=$$((restarts + 1))
-  if [ $$restarts -gt $restarts ]; then
-    exit $$code
-  fi
-  echo "exit code $$code: restart $$restarts of $restarts" >&2
-  sleep "$${PAUSE:-10}"
-done
-""")
-
-_INSTALL_SCRIPT = f"""\
-#!/usr/bin/env bash
-# Makes an environment of Python 3.11 with what the run needs, once; the VM's own Python may be an older one.
-set -euo pipefail
-export PATH="$HOME/.local/bin:$PATH"
-if ! cmp --quiet {_NEEDS} env/{_NEEDS}; then
-  command -v uv > /dev/null || python3 -m pip install --quiet --user uv
-  uv venv --quiet --clear --python 3.11 env
-  uv pip install --quiet --python env/bin/python --requirement {_NEEDS}
-  cp {_NEEDS} env/{_NEEDS}
-fi
-"""
-
-_WAIT_TEMPLATE = Template("""\
-#!/usr/bin/env bash
-# Waits until the queued TPUs are there.
-set -euo pipefail
-while true; do
-  state=$$($describe)
-  case $$state in
-    ACTIVE) exit 0 ;;
-    FAILED | SUSPENDING | SUSPENDED | DELETING)
-      echo "$name: $$state" >&2
-      exit 1
-      ;;
-  esac
-  echo "$name: $$state" >&2
-  sleep "$${PAUSE:-30}"
-done
-""")

@@ -1,15 +1,13 @@
 """Messages and errors of a run that ends before its last step, or can't begin."""
 
-import shlex
 from collections.abc import Iterable
 
 from transformers import TrainerState
 
-from shardwright.arguments.run_file import RUN_FILE
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.lineage import folder_of
 from shardwright.checkpoint.read import RunCheckpoint
-from shardwright.errors import Spiked, UserError, command
+from shardwright.errors import Spiked, UserError
 from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.step.spikes import Spike
@@ -53,31 +51,6 @@ def farewell(interrupted: bool, step: int) -> str:
         return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
     what = "saving what was learned" if interrupted else "the same command resumes from there"
     return f"{word} after step {step}: {what}"
-
-
-def next_commands(args: TrainingArguments, output: Folder, saved: int | None) -> list[str]:
-    """Lines that say what to do with a finished run: load its model, evaluate it, export it, train on.
-
-    ``saved``: step of its newest checkpoint; None: it has none.
-    """
-    model, kind = f"{output}/model", "SequenceClassification" if args.entry.scores_texts else "CausalLM"
-    load = f'AutoModelFor{kind}.from_pretrained("{model}")'
-    if args.has_adapter:  # beside the recipe's own random weights it has no other model to be loaded onto
-        labels = ", num_labels=1" if args.entry.scores_texts else ""
-        base = f'AutoModelFor{kind}.from_pretrained("{args.model}"{labels})'
-        load = f'PeftModel.from_pretrained({base}, "{model}")' if args.model else ""
-    found = {"load": load}
-    if not args.entry.scores_texts:
-        words = f"--model {shlex.quote(model)} --recipe {shlex.quote(args.recipe)}"
-        found["evaluate"] = f"{command('evaluate')} {words} --tasks arc_easy"
-    if saved is not None:
-        merged = " --merge" if args.has_adapter else ""
-        checkpoint = shlex.quote(str(folder_of(output, saved)))
-        found["export"] = f"{command('export')} --checkpoint {checkpoint} --output my-model{merged}"
-        run = shlex.quote(f"{output}/{RUN_FILE}")
-        on = f"--resume_from_checkpoint latest --max_steps {2 * args.max_steps}"
-        found["go on"] = f"{command('train')} --config {run} {on}"
-    return [f"{what + ':':<10}{line}" for what, line in found.items() if line]
 
 
 def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArguments) -> None:

@@ -1,4 +1,4 @@
-"""Commands for what a run leaves: load it, export a checkpoint, evaluate it, go on."""
+"""Commands for what a run leaves: load it, evaluate it, export a checkpoint, go on."""
 
 import shlex
 from collections.abc import Collection
@@ -12,31 +12,31 @@ from shardwright.job import Job
 MODEL = "model"
 
 
-def next_commands(
-    job: Job, folder: Folder, step: int, saved: int | None, there: Collection[str]
-) -> list[tuple[str, str]]:
-    """(what for, the line) for the files ``there`` in the output ``folder``, after ``step``.
+def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there: Collection[str]) -> dict[str, str]:
+    """What for → the line, for the files ``there`` in the output ``folder``, after ``step``.
 
-    ``saved`` is the step of the last checkpoint. Lines are the shell's; the first is Python.
+    ``saved`` is the step of the last checkpoint. Lines are the shell's; that of ``load`` is Python.
     """
-    model, recipe, found = str(folder / MODEL), shlex.quote(job.args.recipe), []
-    base = job.args.model or model
-    if MODEL in there:
-        whole = job.facts.whole  # a class of its own where the trained part is a multimodal model's
-        kind = "SequenceClassification" if job.facts.scores_texts else "CausalLM"
-        package, name = "transformers", f"AutoModelFor{kind}" if whole is job.facts.model else type(whole).__name__
-        if job.lora is not None:
-            package, name = "peft", f"AutoPeftModelFor{kind}"
-        line = f"from {package} import {name}\nmodel = {name}.from_pretrained({model!r})"
-        found.append(("Load it (Python)", line))
-        if not job.facts.scores_texts:
-            what = f"--model {shlex.quote(base)} --adapter {shlex.quote(model)}" if job.lora is not None else ""
-            what = what or f"--model {shlex.quote(model)}"
-            found.append(("Evaluate it", f"{command('evaluate')} {what} --recipe {recipe} --tasks arc_easy"))
+    args, model, found = job.args, str(folder / MODEL), dict[str, str]()
+    adapter = job.lora is not None
+    if MODEL in there and (args.model or not adapter):  # an adapter of the recipe's own random weights fits none
+        scores, whole = job.facts.scores_texts, job.facts.whole
+        kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+        if whole is not job.facts.model:  # the trained part is a multimodal model's, which has a class of its own
+            kind = type(whole).__name__
+        load = f'{kind}.from_pretrained("{model}")'
+        if adapter:
+            base = f'{kind}.from_pretrained("{args.model}"{", num_labels=1" if scores else ""})'
+            load = f'PeftModel.from_pretrained({base}, "{model}")'
+        imports = f"from transformers import {kind}; " + "from peft import PeftModel; " * adapter
+        found["load"] = f"{imports}model = {load}"
+        if not scores:
+            words = f"--model {shlex.quote(model)} --recipe {shlex.quote(args.recipe)}"
+            found["evaluate"] = f"{command('evaluate')} {words} --tasks arc_easy"
     if saved is not None:
-        checkpoint = shlex.quote(str(folder_of(folder, saved)))
-        found.append(("Export a checkpoint", f"{command('export')} --checkpoint {checkpoint} --output my-model"))
-        further = "" if step < job.args.max_steps else f" --max_steps {2 * step}"
-        go_on = f"{command('train')} --config {shlex.quote(str(folder / RUN_FILE))} --resume_from_checkpoint latest"
-        found.append(("Go on", go_on + further))
+        checkpoint, run = (shlex.quote(str(path)) for path in (folder_of(folder, saved), folder / RUN_FILE))
+        merged = " --merge" if adapter else ""
+        further = "" if step < args.max_steps else f" --max_steps {2 * step}"
+        found["export"] = f"{command('export')} --checkpoint {checkpoint} --output my-model{merged}"
+        found["go on"] = f"{command('train')} --config {run} --resume_from_checkpoint latest{further}"
     return found

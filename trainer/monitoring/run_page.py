@@ -21,6 +21,7 @@ from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, 
 from shardwright.report.lines import say
 from shardwright.report.pictures import load_picture, loss_curve
 from shardwright.report.run_view import PAGE, RunView, run_page
+from shardwright.report.units import axes_text
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
 
@@ -125,14 +126,14 @@ class RunPage:
 
     def _view(self, running: bool) -> RunView:
         job, options, kind, there = self.job, self.job.args.as_dict(), chip(), set(self.folder.names())
-        mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
         saved = [int(line["saved_step"]) for line in self.state.log_history if "saved_step" in line]
         own = "the recipe's own"
         facts = {
             "model": f"{options['model'] or own}: {type(job.model).__name__}, {job.facts.parameters:,} parameters",
             "objective": f"{options['objective']}, by {options['optim']}",
             "dataset": "\n".join([options["dataset"] or "the source of this Python's standard library", *self.data]),
-            "mesh": f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})"),
+            "mesh": f"{axes_text(job.plan.mesh)} on {job.devices} devices"
+            + ("" if kind is None else f" ({kind.name})"),
             "a step": f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens",
             "remat": f"{job.recipe.compute.remat}",
             "compiling, this process": f"{self._life.seconds.get('compile', 0.0):,.1f} s",

@@ -21,14 +21,13 @@ from shardwright.prove.plain import plain_model
 from shardwright.prove.reference_optimizers import without_bfloat16
 from shardwright.prove.sharded import run_sharded
 from shardwright.prove.small_job import STEPS, SmallJob, check_provable, in_bfloat16, small_job
-from shardwright.prove.trajectory import COARSE, Difference, differences
+from shardwright.prove.trajectory import COARSE, Difference, Trajectory, differences, judged
 from shardwright.report.lines import say, waiting
-from shardwright.report.proof_report import ProofView, print_proof, proof_page
-from shardwright.report.units import size
+from shardwright.report.proof_report import print_proof, proof_page
+from shardwright.report.units import axes_text
 from shardwright.xla.runtime import init_runtime
 
 NOT_PROVED = 3  # the exit code
-_BFLOAT16 = "bfloat16 "  # in front of a quantity
 
 
 def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | None = None) -> int:
@@ -51,8 +50,8 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
         f"model:   {type(run.model).__name__}, {run.facts.parameters:,} parameters; "
         f"shrunk to {small.job.facts.parameters:,} in {small.job.config.num_hidden_layers} layers",
     )
-    sizes = (" × ".join(f"{axis}={count}" for axis, count in job.plan.mesh.items()) for job in (run, small.job))
-    say(console, f"mesh:    {' shrunk to '.join(dict.fromkeys(sizes))}")
+    meshes = dict.fromkeys(axes_text(job.plan.mesh) for job in (run, small.job))
+    say(console, f"mesh:    {' shrunk to '.join(meshes)}")
     prepare_devices(small.job.devices)
     found = compare(small, console)
     notes = list(layouts.plan_findings(run.plan))
@@ -74,9 +73,8 @@ def certify(
     """Print what was found, and leave the certificate and its page; returns the exit code."""
     subject = certificate.subject_of(small.run)
     content = as_json(subject, small, found, notes, collectives, took)
-    view = view_of(content, small)
-    print_proof(console, view)
-    for path in certificate.write(subject, content, proof_page(view)):
+    print_proof(console, content)
+    for path in certificate.write(subject, content, proof_page(content)):
         say(console, f"written: {path}")
     return 0 if content["proved"] else NOT_PROVED
 
@@ -110,11 +108,12 @@ def in_float32(small: SmallJob, console: Console) -> list[Difference]:
         f"sharded: {STEPS} steps on {small.job.devices} virtual devices; "
         f"loss {ours.losses[0]:.4f} to {ours.losses[-1]:.4f}",
     )
-    found = differences(ours, theirs)
-    if not all(each.good for each in found):  # is it the plain model's own rounding?
+
+    def exact() -> Trajectory:
         with waiting(console, "the plain model in float64 …"):
-            found = differences(ours, theirs, plain.run(batches, rate, torch.float64))
-    return found
+            return plain.run(batches, rate, torch.float64)
+
+    return judged(ours, theirs, exact)
 
 
 def in_coarse(small: SmallJob) -> list[Difference]:
@@ -123,7 +122,7 @@ def in_coarse(small: SmallJob) -> list[Difference]:
     theirs, rounding = plain.run(first, rate), plain.run(first, rate, torch.bfloat16)
     ours = run_sharded(small.with_dtype("bfloat16"), plain.source, first, rate)
     found = differences(ours, theirs, rounding, COARSE)
-    return [Difference(_BFLOAT16 + each.quantity, each.name, each.off, each.allowed) for each in found]
+    return [dataclasses.replace(each, quantity=f"bfloat16 {each.quantity}") for each in found]
 
 
 def as_json(
@@ -136,11 +135,10 @@ def as_json(
 ) -> dict[str, Any]:
     """The certificate."""
     own = [each for each in found if each.allowed != float("inf")]
-    worst: dict[str, Difference] = {}
+    compared: dict[str, list[Difference]] = {}
     for each in own:
-        if each.quantity not in worst or each.share > worst[each.quantity].share:
-            worst[each.quantity] = each
-    counts = {name: sum(each.quantity == name for each in own) for name in worst}
+        compared.setdefault(each.quantity, []).append(each)
+    worst = {name: max(some, key=lambda each: each.share) for name, some in compared.items()}
     return {
         "proved": all(each.good for each in own),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -157,7 +155,7 @@ def as_json(
         "steps": STEPS,
         "versions": versions(),
         "compared": {
-            name: {"count": counts[name], "worst": each.off, "allowed": each.allowed, "where": each.name}
+            name: {"count": len(compared[name]), "worst": each.off, "allowed": each.allowed, "where": each.name}
             for name, each in worst.items()
         },
         "differences": [[each.quantity, each.name, each.off, each.allowed] for each in own],
@@ -166,51 +164,3 @@ def as_json(
         "collectives": [list(row) for row in collectives],
         "smaller": [list(row) for row in small.smaller],
     }
-
-
-def view_of(content: dict[str, Any], small: SmallJob) -> ProofView:
-    """The certificate ``content`` as titles and tables of texts."""
-    compared = content["compared"]
-    quantities = [
-        (name, str(each["count"]), f"{each['worst']:.1e}", f"{each['allowed']:.0e}", each["where"])
-        for name, each in compared.items()
-    ]
-    rows = [(what, name, off, allowed) for what, name, off, allowed in content["differences"]]
-    far = sorted((row for row in rows if not row[2] <= row[3]), key=lambda row: row[2] / row[3], reverse=True)
-    wrong = [(what, f"{off:.1e}", f"{allowed:.0e}", name) for what, name, off, allowed in far]
-    by_parameter = [name for name in compared if name.removeprefix(_BFLOAT16) not in ("loss", "norm of the gradients")]
-    table = {(what, name): f"{off:.1e}" for what, name, off, _ in rows}
-    names = dict.fromkeys(name for what, name, *_ in rows if what in by_parameter)
-    parameters = [(name, *(table.get((what, name), "") for what in by_parameter)) for name in names]
-    said = ", ".join(f"--{name} {value}" for name, value in content["options"].items()) or "the defaults"
-    facts = [
-        ("recipe", f"{content['recipe']} ({content['recipe_hash']})"),
-        ("model", f"{content['family']}: {content['model'] or 'the recipe’s own'}"),
-        ("options", said),
-        ("beside", content["referee"]),
-        ("precision", " and ".join(content["precision"])),
-        ("mesh of the proof", " × ".join(f"{axis}={count}" for axis, count in content["mesh"].items())),
-        ("date", f"{content['date']}, in {content['seconds']:.0f} s"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in content["versions"].items())),
-    ]
-    if content["only_rounding"]:
-        facts.append(
-            ("told nothing", f"their gradients are zero but for rounding: {', '.join(content['only_rounding'])}")
-        )
-    verdict = f"proved: {sum(each['count'] for each in compared.values())} comparisons, none off by more than rounding"
-    if not content["proved"]:
-        verdict = f"not proved: {len(wrong)} of {len(rows)} comparisons are off by more than rounding"
-    moved = [(kind, axes, str(count), size(total), where) for kind, axes, where, count, total in content["collectives"]]
-    return ProofView(
-        title=f"Proof of {content['recipe']} for {content['family']}",
-        proved=content["proved"],
-        verdict=verdict,
-        facts=facts,
-        quantities=quantities,
-        wrong=wrong,
-        parameters=parameters,
-        header=("parameter", *by_parameter),
-        notes=content["layout"],
-        collectives=moved,
-        smaller=[(row[0], row[1], row[2]) for row in content["smaller"]],
-    )

@@ -20,6 +20,7 @@ from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.tiny import shrunk
 from shardwright.prove.formulas import FORMULAS
 from shardwright.prove.reference_optimizers import REFEREES
+from shardwright.report.units import axes_text
 
 STEPS, DEVICES = 10, 8
 LENGTH, PAIR_LENGTH = 32, 48  # tokens of a row; windows and chunks of a shrunk model are shorter
@@ -226,13 +227,9 @@ def _smaller(run: Job, job: Job) -> list[tuple[str, str, str]]:
         for name, value in now.items()
         if name in was and was[name] != value and isinstance(value, int | float) and not name.endswith("_token_id")
     ]
-    rows.append(("mesh", _mesh_text(run), _mesh_text(job)))
+    rows.append(("mesh", axes_text(run.plan.mesh), axes_text(job.plan.mesh)))
     rows.append(("tokens a row", f"{run.args.sequence_length:,}", str(job.args.sequence_length)))
     rows.append(("rows a step", f"{run.rows:,}", str(job.rows)))
     if run.args.lora_r is not None:
         rows.append(("rank", str(run.args.lora_r), str(job.args.lora_r)))
     return [row for row in rows if row[1] != row[2]]
-
-
-def _mesh_text(job: Job) -> str:
-    return " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -105,6 +105,12 @@ def differences(
                     allowed = max(allowed, limits[1])
             found.append(Difference(quantity, name, off, allowed))
     return found
+
+
+def judged(ours: Trajectory, plain: Trajectory, exact: Callable[[], Trajectory]) -> list[Difference]:
+    """:func:`differences`; where one is off, again with the plain model's own rounding, of which ``exact`` has none."""
+    found = differences(ours, plain)
+    return found if all(each.good for each in found) else differences(ours, plain, exact())
 
 
 def relative(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> float:

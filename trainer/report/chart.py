@@ -53,10 +53,20 @@ def html_chart(title: str, lines: Mapping[str, Sequence[Point]], style: Style = 
     if not (drawn := _thin_lines(lines)):
         return ""
     frame, drawing = _plot(drawn, style)
-    data = {**frame, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
-    text = json.dumps(data, separators=(",", ":"))
-    values = {**data, "data": text, "title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup(drawing)}
-    return render("chart.html.j2", dots=style.dots, scale=None, **values)
+    return figure(title, drawing, {**frame, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}, dots=style.dots)
+
+
+def figure(
+    title: str,
+    drawing: str,
+    frame: Mapping[str, Any],
+    dots: Collection[str] = (),
+    scale: tuple[str, str] | None = None,
+) -> str:
+    """A ``drawing`` under whose pointer a script shows the values of ``frame``; the legend's ``dots``, or ``scale``."""
+    data = json.dumps(frame, separators=(",", ":"))
+    shown: dict[str, Any] = {"title": title, "drawing": Markup(drawing), "data": data, "width": WIDTH, "height": HEIGHT}
+    return render("chart.html.j2", dots=dots, scale=scale, **shown, **frame)
 
 
 def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], style: Style = PLAIN) -> str:

@@ -1,15 +1,10 @@
 """A map of a value over layers and a run's steps, as SVG in an HTML page; a script shows what the pointer is on."""
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
 
-from markupsafe import Markup
-
-from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, step_axis
-from shardwright.report.html import render
+from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, figure, step_axis
 
 SHADES = 16
 ROWS = 12  # most rows of a map that are named
@@ -27,25 +22,34 @@ def html_map(title: str, rows: Mapping[str, Sequence[Point]], span: tuple[float,
     x0, x1 = span[0], max(span[1], span[0] + 1)
     cells = {name: _cells(points, x0, x1) for name, points in rows.items()}
     most = max(low + 1.0, *(value for row in cells.values() for _, _, value in row))
-    width, height = WIDTH - RIGHT - LEFT, (HEIGHT - TOP - BOTTOM) / len(cells)
-    parts, shaded = [step_axis(x0, x1)], defaultdict(list)
-    for number, (name, row) in enumerate(cells.items()):
+    shades = {
+        name: [
+            ((first - x0) / (x1 - x0), (last - x0) / (x1 - x0), (value - low) / (most - low))
+            for first, last, value in row
+        ]
+        for name, row in cells.items()
+    }
+    lines = [(name, [(last, value) for _, last, value in row]) for name, row in cells.items()]
+    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    frame = {"x0": x0, "x1": x1, "y0": 0, "y1": 1, "plot": plot, "many": False, "map": True, "lines": lines}
+    return figure(title, step_axis(x0, x1) + shaded(shades), frame, scale=(f"{low:.3g}", f"{most:.3g}"))
+
+
+def shaded(rows: Mapping[str, Iterable[tuple[float, float, float]]]) -> str:
+    """A map as SVG, its first row on top: (left edge, right edge, darkness) of each cell, as shares of the most."""
+    width, height = WIDTH - RIGHT - LEFT, (HEIGHT - TOP - BOTTOM) / len(rows)
+    parts, cells = list[str](), defaultdict(list)
+    for number, (name, row) in enumerate(rows.items()):
         y = TOP + number * height
-        for first, last, value in row:
-            left, wide = LEFT + (first - x0) / (x1 - x0) * width, (last - first) / (x1 - x0) * width
-            shade = round(SHADES * min(max(value - low, 0.0) / (most - low), 1.0))
-            shaded[shade].append(f"M{left:.1f} {y:.1f}h{wide:.1f}v{height:.1f}h-{wide:.1f}z")
-        if number % -(-len(cells) // ROWS) == 0:
+        for left, right, darkness in row:
+            wide = (right - left) * width
+            cell = f"M{LEFT + left * width:.1f} {y:.1f}h{wide:.1f}v{height:.1f}h-{wide:.1f}z"
+            cells[round(SHADES * min(max(darkness, 0.0), 1.0))].append(cell)
+        if number % -(-len(rows) // ROWS) == 0:
             label = escape(name.removeprefix("layer_"))
             parts.append(f'<text x="{LEFT - 6}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{label}</text>')
-    parts += [f'<path class="c0" opacity="{n / SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(shaded.items())]
-    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
-    lines = [(name, [(last, value) for _, last, value in row]) for name, row in cells.items()]
-    frame = {"x0": x0, "x1": x1, "y0": 0, "y1": 1, "plot": plot, "many": False, "map": True, "lines": lines}
-    data, scale = json.dumps(frame, separators=(",", ":")), (f"{low:.3g}", f"{most:.3g}")
-    shown = {"title": title, "width": WIDTH, "height": HEIGHT, "drawing": Markup("".join(parts))}
-    values: dict[str, Any] = {**frame, **shown, "data": data, "dots": (), "scale": scale}
-    return render("chart.html.j2", **values)
+    parts += [f'<path class="c0" opacity="{n / SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(cells.items())]
+    return "".join(parts)
 
 
 def _cells(points: Sequence[Point], x0: float, x1: float) -> list[tuple[float, float, float]]:

@@ -2,16 +2,15 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from markupsafe import Markup
 
-from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, Style, svg_chart
+from shardwright.report.chart import HEIGHT, LEFT, WIDTH, Point, Style, svg_chart
 from shardwright.report.expert_load import BUSIEST, ExpertLoad, labelled
-from shardwright.report.heat_map import ROWS, SHADES
+from shardwright.report.heat_map import shaded
 from shardwright.report.html import THEME, render
 
 LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
@@ -61,20 +60,13 @@ def load_picture(loads: Sequence[ExpertLoad], log: Sequence[Mapping[str, Any]]) 
 def _map(loads: Mapping[str, ExpertLoad]) -> str:
     """A map of each expert's load, the darker the higher."""
     most = max(2.0, *(max(load.over_mean) for load in loads.values()))
-    width = (WIDTH - LEFT - RIGHT) / max(len(load.shares) for load in loads.values())
-    height = (HEIGHT - TOP - BOTTOM) / len(loads)
+    count = max(len(load.shares) for load in loads.values())
+    rows = {
+        label: [(n / count, (n + 1) / count, value / most) for n, value in enumerate(load.over_mean)]
+        for label, load in loads.items()
+    }
     title = f"Load over the mean: layers down, experts across; darkest: {most:.3g}"
-    parts, cells = [f'<text class="title" x="{LEFT}" y="-28">{escape(title)}</text>'], defaultdict(list)
-    for row, (label, load) in enumerate(loads.items()):
-        y = TOP + row * height
-        for column, value in enumerate(load.over_mean):
-            cell = f"M{LEFT + column * width:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
-            cells[round(SHADES * value / most)].append(cell)
-        if row % -(-len(loads) // ROWS) == 0:
-            name = escape(label.removeprefix("layer_"))
-            parts.append(f'<text x="{LEFT - 6}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{name}</text>')
-    parts += [f'<path class="c0" opacity="{n / SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(cells.items())]
-    return "".join(parts)
+    return f'<text class="title" x="{LEFT}" y="-28">{escape(title)}</text>{shaded(rows)}'
 
 
 def svg_file(panels: Sequence[str]) -> bytes:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.report.chart import Point, Style, html_chart
@@ -48,7 +48,7 @@ class RunView:
     links: Sequence[tuple[str, str]]  # (file of the output folder, description)
     samples: Sequence[Mapping[str, Any]] = ()  # `step`, `prompt` and `answer` of each answer, in order
     values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())  # as of `auto_remat`: header and rows
-    commands: Sequence[tuple[str, str]] = ()  # (what for, a command or a line of Python) of what comes next
+    commands: Mapping[str, str] = field(default_factory=dict)  # what comes next → a command or a line of Python
 
 
 def run_page(view: RunView) -> str:

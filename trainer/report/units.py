@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 
 _SCALES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -12,6 +13,11 @@ def size(count: float, decimals: int = 1) -> str:
         if count >= scale:
             return f"{count / scale:,.{decimals}f} {unit}"
     return f"{count:,.0f} B"
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """A mesh as text: ``fsdp=4 × expert=2``."""
+    return " × ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def duration(seconds: float | None) -> str:
