@@ -162,7 +162,7 @@ def test_each_graph_is_lowered_with_its_layouts_and_donates_what_it_replaces() -
     assert donated[LOADING] == [largest]
     assert donated[READING] == []
     assert largest in {a.name for a in graphs[READING].arguments}
-    assert graphs[READING].outputs[0] == "{devices=[4,1,16]<=[16,4]T(1,0)}"  # a layer, laid out as its stack is
+    assert graphs[READING].outputs[0] == ("expert", None, "fsdp")  # a layer, laid out as its stack is
     # the order in which they are asked changes none
     assert text_of(lower(job)) == text_of(graphs[TRAIN_STEP])
 
@@ -221,7 +221,7 @@ def test_the_reference_pass_takes_an_evaluations_rows_and_leaves_an_adapters_fac
     assert given["segment_ids"].shape == (job.evaluation_rows, 64)
     assert any(name.endswith(A) for name in given)
     assert not any(name.endswith(B) for name in given)
-    assert lowered.outputs == ("{devices=[8,1]<=[8]}",)
+    assert lowered.outputs == ((("fsdp",), None),)
 
 
 def test_a_teachers_pass_is_a_graph_of_its_own_model_which_a_config_describes(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_teachers_pass_is_a_graph_of_its_own_model_which_a_config_describes(tm
     given = {a.name: a.shape for a in lowered.arguments}
     assert given["input_ids"] == (job.evaluation_rows, 32)
     assert given["model.norm.weight"] == (48,), "the teacher's, not the student's"
-    assert lowered.outputs == ("{devices=[8,1,1]<=[8]}",)  # rows, tokens, and the words that are kept with their share
+    assert lowered.outputs == ((("fsdp",), None, None),)  # rows, tokens, and the words that are kept with their share
 
 
 @pytest.mark.slow

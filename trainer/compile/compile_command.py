@@ -49,7 +49,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     """
     from shardwright.compile.compile_job import CompileJob
     from shardwright.compile.report.compile_terminal import print_report
-    from shardwright.compile.report.faster import faster_options
+    from shardwright.compile.report.options_to_try import options_to_try
     from shardwright.compile.search.remat_share import compile_auto
     from shardwright.compile.search.search import search
     from shardwright.compile.search.tune import tune
@@ -79,8 +79,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     print_report(report, console)
     if not (options.tune or options.search):
         rows = job.job.args.per_device_train_batch_size
-        for text in faster_options(report, job.job.recipe.compute.remat, job.flags, rows):
-            say(console, f"faster:  {text}")
+        for text in options_to_try(report, job.job.recipe.compute.remat, job.flags, rows):
+            say(console, f"try:     {text}")
     _write(report, job, console, tried)
     if options.search:
         tried, most = [], None

@@ -48,7 +48,9 @@ class CompileTarget:
     libtpu: str | None = None  # as `find_library` takes it
 
 
-def compile_for(lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None) -> CompileReport:
+def compile_for(
+    lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
+) -> CompileReport:
     """Compiles a graph for slices of TPUs, unless the cache has it (`files.cache.cache_root`), and makes the report.
 
     Raises:
@@ -66,7 +68,7 @@ def compile_for(lowered: LoweredGraph, target: CompileTarget, expected: Expected
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
     library = find_library(target.libtpu)
-    folder = cache_root() / "compiled" / _key(lowered, request, library)
+    folder = cache_root(cache_dir) / "compiled" / _key(lowered, request, library)
     if not is_whole(folder):
         _compile(lowered, request, target, folder, library)
     result, *texts = (folder / name for name in _NAMES)

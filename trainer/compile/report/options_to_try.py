@@ -1,4 +1,4 @@
-"""Options that a compiled job leaves out and that would make its step faster, as lines for the terminal."""
+"""Options that a compiled job leaves out and that may make its step faster, as lines for the terminal."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,8 +10,8 @@ _ROOM = 0.8  # of the HBM; less than that taken leaves room for more of the laye
 _WAITS = 0.03  # of the step; what more rows can gain
 
 
-def faster_options(report: CompileReport, remat: str | float, flags: Mapping[str, str], rows: int) -> Iterator[str]:
-    """A line for each option that pays where the job of ``rows`` a device, with this remat and these flags, fits."""
+def options_to_try(report: CompileReport, remat: str | float, flags: Mapping[str, str], rows: int) -> Iterator[str]:
+    """A line for each option that mostly pays; none if the job of ``rows`` a device does not fit."""
     if not report.fits:
         return
     left = report.chip_hbm_bytes - report.largest_graph.needed_bytes
@@ -19,7 +19,7 @@ def faster_options(report: CompileReport, remat: str | float, flags: Mapping[str
     waited = shares.get("ici", 0.0) + shares.get("dcn", 0.0)
     if has_room and waited > _WAITS * report.estimate.seconds:
         part = f"{waited / report.estimate.seconds:.0%}"
-        yield f"--per_device_train_batch_size {2 * rows} hides more of the {part} of the step that waits for links"
+        yield f"--per_device_train_batch_size {2 * rows} may hide the {part} of the step that waits for links"
     if remat in ("full", 0) and has_room:
         yield f"--compute remat=auto keeps what pays of the layers' values in the {size(left)} that are left"
     for flag, value in RUN_FLAGS.get(report.topology.partition(":")[0], {}).items():
