@@ -136,7 +136,7 @@ def _table(actions: Sequence[argparse.Action], parser: Parser) -> str:
 def _rows(actions: Sequence[argparse.Action], parser: Parser) -> Iterator[str]:
     formatter = parser._get_formatter()
     for action in actions:
-        name = f"--{action.dest}" if action.option_strings else str(action.metavar or action.dest)
+        name = next(iter(action.option_strings), str(action.metavar or action.dest))
         text = " ".join(formatter._expand_help(action).split()) if action.help else ""
         text = re.sub(r" \(default: (None|False)\)$", "", text)  # asks for nothing
         if action.choices:

@@ -213,9 +213,7 @@ def test_tune_says_which_settings_the_estimate_does_not_tell_from_the_fastest(ta
         ("v6e:2x4", "remat=0.5", "xla_tpu_scoped_vmem_limit_kib=98304", ["--tune 60"]),  # links are not waited for
     ],
 )
-def test_a_compile_tells_the_options_worth_a_try(
-    taking, monkeypatch, topology, compute, options, told
-):
+def test_a_compile_tells_the_options_worth_a_try(taking, monkeypatch, topology, compute, options, told):
     report = dataclasses.replace(taking(0.4, 100.0), topology=topology)
     shares = dict.fromkeys(report.estimate.shares, 0.0) | {"ici": 0.1 * report.estimate.seconds * (ROWS in told)}
     report = dataclasses.replace(report, estimate=dataclasses.replace(report.estimate, shares=shares))

@@ -29,6 +29,7 @@ TRASH = re.compile(r"trash-\d+")  # in the output folder: checkpoints moved out 
 BLOCK = 16 << 20  # bytes that a check reads at a time
 LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
 LARGEST_MANIFEST = 64 << 20
+_LATEST = "--resume_from_checkpoint latest, in a run, takes the newest whole one"
 Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 checksum in hexadecimal}
 
 
@@ -116,7 +117,7 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
     if not folder.exists(MANIFEST):
         found = f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one"
         why = f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's"
-        raise damaged(folder, found, why, "the path of a whole checkpoint-N; a run finds its own by `latest`")
+        raise damaged(folder, found, why, f"the path of a whole checkpoint-N; {_LATEST}")
     _check_is_file(folder, MANIFEST)
     if (size := folder.size(MANIFEST)) > LARGEST_MANIFEST:
         raise damaged(folder, f"{MANIFEST} has {size:,} bytes, and lists a few files")
@@ -187,7 +188,7 @@ def damaged(
     folder: Folder,
     found: str,
     why: str = "a state that is not what was saved must not be trained on",
-    instead: str = "an older checkpoint: --resume_from_checkpoint latest takes the newest whole one",
+    instead: str = f"an older checkpoint; {_LATEST}",
 ) -> UserError:
     return UserError(asked=f"the checkpoint {folder}", found=found, why=why, instead=instead)
 

@@ -92,7 +92,7 @@ def weight_files(name: str, there: Collection[str], read: Callable[[str], bytes]
     except NO_INDEX:
         found = [file for file in (INDEX, TORCH_INDEX) if file in there][:1]  # refused by its name where it is opened
     if found is None:
-        raise no_weights(name, "its repository", there)
+        raise no_weights(name, "in its repository", there)
     return found
 
 

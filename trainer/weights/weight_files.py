@@ -62,7 +62,7 @@ def files_in(name: str, folder: Path) -> list[Path]:
     except (OSError, *NO_INDEX) as error:
         raise unreadable(name, folder / index, error) from error
     if names is None:
-        raise no_weights(name, str(folder), there)
+        raise no_weights(name, f"in {folder}", there)
     names = [file for file in names if file != index]
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
@@ -80,7 +80,7 @@ def no_weights(asked: str, place: str, there: Collection[str]) -> UserError:
     instead = f"one with {WEIGHTS}, or with {INDEX} and the files that it names"
     if any(file.endswith(GGUF) for file in there):
         instead += "; or one of its GGUF files, on this machine: --model FOLDER/FILE.gguf"
-    found = f"neither {WEIGHTS} nor {INDEX} in {place}, but {first_names(weights or there)}"
+    found = f"neither {WEIGHTS} nor {INDEX} {place}, but {first_names(weights or there)}"
     return refused(asked, found, why, f"{instead}; or --from_scratch, which trains from random weights")
 
 
