@@ -1,7 +1,6 @@
 """A host that dies, stands still or can't write: the others end soon and say why, and what is saved is whole.
 
-To wait for that takes a minute and more, so such jobs run beside each other, and those of which a host stands still
-beside the rest.
+To wait for that takes a minute and more, so such jobs run beside each other.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -52,36 +50,8 @@ def half_written(output: Path) -> list[str]:
     return [name for name in names if not (output / name / manifest.MANIFEST).exists()]
 
 
-# the host that stands still, and what the other one says
-STANDING = {"0": (0, "not answered"), "1": (1, "no sign of life"), "hangs": (1, "error: host")}
-
-
 @pytest.fixture(scope="module")
-def still(home) -> Iterator[tuple[dict[str, Job], ExitStack]]:
-    """Jobs of which one host stands still from now on: the first, the second, and the second where none is taken for
-    lost.
-    """
-    jobs = {
-        "0": job(home, "still-0", "--max_steps", 4000),
-        "1": job(home, "still-1", "--max_steps", 4000),
-        "hangs": job(home, "hangs", "--max_steps", 4000, "--hang_timeout", 25, HOST_SILENT="10000"),
-    }
-    with ExitStack() as running:
-        for each in jobs.values():
-            running.enter_context(each)
-        for name, each in jobs.items():
-            wait_until(lambda each=each: each.saved(SAVE))
-            os.kill(each.processes[STANDING[name][0]], signal.SIGSTOP)
-        try:
-            yield jobs, running
-        finally:  # a test failed, or none waited for them
-            for each in jobs.values():
-                for host in each.lives.living:
-                    host.kill()
-
-
-@pytest.fixture(scope="module")
-def killed(home, whole, still) -> tuple[list[Job], Job]:
+def killed(home, whole) -> tuple[list[Job], Job]:
     """Two jobs of which a host was killed in a save, the first and the second; and one whose second could not write.
 
     The rows of all are in the cache by now: the second host of the last could not write these either.
@@ -127,14 +97,25 @@ def test_a_host_that_can_t_write_stops_all_and_leaves_no_whole_checkpoint(killed
 
 
 @pytest.fixture(scope="module")
-def standing(still) -> dict[str, Job]:
-    """The jobs of which one host stood still, at their end."""
-    jobs, running = still
-    with running.pop_all():
+def standing(home) -> dict[str, Job]:
+    """Jobs of which one host stood still: the first, the second, and the second where none is taken for lost."""
+    jobs = {
+        "0": job(home, "still-0", "--max_steps", 4000),
+        "1": job(home, "still-1", "--max_steps", 4000),
+        "hangs": job(home, "hangs", "--max_steps", 4000, "--hang_timeout", 25, HOST_SILENT="10000"),
+    }
+    # the host that stands still, and what the other one says
+    ways = {"0": (0, "not answered"), "1": (1, "no sign of life"), "hangs": (1, "error: host")}
+    with ExitStack() as running:
+        for each in jobs.values():
+            running.enter_context(each)
         for name, each in jobs.items():
-            host, said = STANDING[name]
-            wait_until(lambda each=each, host=host, said=said: said in each.log(1 - host), 2 * SECONDS)
-            os.kill(each.processes[host], signal.SIGKILL)
+            wait_until(lambda each=each: each.saved(SAVE))
+            os.kill(each.processes[ways[name][0]], signal.SIGSTOP)
+        for name, each in jobs.items():
+            still, said = ways[name]
+            wait_until(lambda each=each, still=still, said=said: said in each.log(1 - still), 2 * SECONDS)
+            os.kill(each.processes[still], signal.SIGKILL)
     return jobs
 
 
