@@ -13,7 +13,7 @@ MODEL = "model"
 
 
 def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there: Collection[str]) -> dict[str, str]:
-    """What for → the line, for the files ``there`` in the output ``folder``, after ``step``.
+    """The commands that come next, purpose → line, for the files ``there`` in the output ``folder``, after ``step``.
 
     ``saved`` is the step of the last checkpoint. Lines are the shell's; that of ``load`` is Python.
     """
