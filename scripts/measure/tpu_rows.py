@@ -27,6 +27,7 @@ _BF16 = "--weight_dtype bfloat16 --optimizer_dtype bfloat16"
 _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _CAPACITY2, _DROPLESS = "--compute experts=capacity,capacity_factor=2.0", "--compute experts=dropless"
 _TRAIN = "--only_train_step"
+_NEWER = "--libtpu 0.0.52"
 _KEPT, _CAPACITY_KEPT = "--compute remat=1.0", f"{_CAPACITY},remat=1.0"
 _LORA, _INT8, _SAME = "--lora_r 16", "--base_dtype int8", "--base_dtype same"
 _ALL4, _ALL32, _ALL64 = (f"--mesh fsdp=1,expert={chips}" for chips in (4, 32, 64))
@@ -106,6 +107,18 @@ TABLES: dict[str, dict[str, str]] = {
             ("dropless, bf16 state, 36", "mixtral_fsdp", _MIXTRAL, 36, "{}:4x4x4".format, _BF16),
         )
         for chip, version in (("v5p", "0.0.21"), ("v5p", "0.0.52"), ("tpu7x", "0.0.52"))
+    },
+    "newer": {  # what defaults give with the newer compiler
+        "Llama-3-8B, 2, v5p:2x2x2": step("llama_fsdp", "llama3_8b", _V5P8, 2, _TRAIN, _NEWER),
+        "Llama-3-8B, 2, tpu7x:2x2x1": step("llama_fsdp", "llama3_8b", "tpu7x:2x2x1", 2, _TRAIN, _NEWER),
+        "Mixtral-8x7B, 4, v5p:4x4x4": step("mixtral_ep", _MIXTRAL, _V5P, 4, _TRAIN, _NEWER),
+        "8, v5p:4x4x4": step("mixtral_ep", _MIXTRAL, _V5P, 8, _TRAIN, _NEWER),
+        "4, tpu7x:2x4x4": step("mixtral_ep", _MIXTRAL, "tpu7x:2x4x4", 4, _TRAIN, _NEWER),
+        "experts gathered, remat 1.0": step("mixtral_fsdp", _MIXTRAL, _V5P, 4, _TRAIN, _NEWER, _KEPT),
+        "experts gathered, remat 1.0, bf16 state": step(
+            "mixtral_fsdp", _MIXTRAL, _V5P, 4, _TRAIN, _NEWER, _KEPT, _BF16
+        ),
+        "experts gathered, remat 0.8": step("mixtral_fsdp", _MIXTRAL, _V5P, 4, _TRAIN, _NEWER, "--compute remat=0.8"),
     },
     "levers": {
         "Llama-3-70B, 1 sequence, all kept (remat 1.0)": step("llama_fsdp", _LLAMA70, _V5P, 1, _KEPT, _TRAIN),

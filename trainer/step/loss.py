@@ -92,37 +92,17 @@ class Loss:
         Raises UserError if the model draws random numbers in a way that can't be made a function of a key, or the
         caller's loss returns no 0-d float tensor.
         """
-        length, whole = batch["input_ids"].shape[1], batch
         terms, keys = self.terms if training else None, batch.get(ROW_KEYS)
-        batch = {name: tensor for name, tensor in batch.items() if name not in (ROW_KEYS, *self.objective.columns)}
-        if self.pieces is not None:
-            batch = self.pieces.inputs({name: t for name, t in batch.items() if name != "labels"}, length)
-            batch["labels"] = self.pieces.targets(targets(whole["labels"]), IGNORE)
-        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens}
-        if self.compute is not None:
-            del inputs["labels"]
-        if hasattr(self.model.config, "output_router_logits"):
-            inputs["output_router_logits"] = self.router_loss and training
-        packed = "segment_ids" in batch
-        if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
-            inputs["attention_mask"] = self.objective.balanced(batch)
-        real = None  # [rows, S], 1 for a token and 0 for padding; in training, where there is padding or a use for it
-        if training and packed:
-            real = (batch["segment_ids"] > 0).to(torch.float32)
-        elif training and self.router_losses.any:
-            real = torch.ones_like(batch["input_ids"], dtype=torch.float32)
-        measured, counted = dict[str, Tensor](), dict[str, Tensor]()
-
-        further = list[Tensor]()
+        inputs, real = self._inputs(batch, tokens, training=training)
+        measured, counted, further = dict[str, Tensor](), dict[str, Tensor](), list[Tensor]()
 
         def forward() -> tuple[Any, dict[str, list[Tensor]]]:
-            predicts = training and self.mtp_weight is not None
             order = None if self.pieces is None else self.pieces.targets
             mtp: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
-            if predicts:
-                mtp = predicting(self.model, whole, tokens, order, self._cross_entropy)
-            noise = contextlib.nullcontext() if keys is None else self._noisy(keys, whole["input_ids"])
-            with self._with_objective(whole, tokens, measured, terms), mtp as losses, noise:
+            if training and self.mtp_weight is not None:
+                mtp = predicting(self.model, batch, tokens, order, self._cross_entropy)
+            noise = contextlib.nullcontext() if keys is None else self._noisy(keys, batch["input_ids"])
+            with self._with_objective(batch, tokens, measured, terms), mtp as losses, noise:
                 found = self._forward(parameters, inputs, real, random_key, training=training)
             further[:] = losses
             return found
@@ -132,10 +112,10 @@ class Loss:
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
         if self.pieces is not None and not counted and (measure is not None or self.compute is not None):
-            output.logits = self.pieces.restored(output.logits, length)
+            output.logits = self.pieces.restored(output.logits, batch["input_ids"].shape[1])
         if measure is not None:
-            logged |= counted or measure(output.logits, whole["labels"])
-        loss = output.loss if self.compute is None else self._own(output, whole["labels"], tokens)
+            logged |= counted or measure(output.logits, batch["labels"])
+        loss = output.loss if self.compute is None else self._own(output, batch["labels"], tokens)
         if further and self.mtp_weight is not None:
             mtp_loss = torch.stack(further).mean()
             loss, logged[MTP_LOSS] = loss + self.mtp_weight * mtp_loss, mtp_loss.detach()
@@ -144,6 +124,30 @@ class Loss:
         added = self.router_losses.values(recorded, real)
         loss = loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
+
+    def _inputs(self, batch: Tensors, tokens: Tensor, *, training: bool) -> tuple[dict[str, Any], Tensor | None]:
+        """The model's arguments for ``batch``, and [rows, S] of 1 for a token and 0 for padding.
+
+        The latter is for training, where there is padding or a router's loss that asks; else None.
+        """
+        batch = {name: tensor for name, tensor in batch.items() if name not in (ROW_KEYS, *self.objective.columns)}
+        if self.pieces is not None:
+            labels = batch.pop("labels")
+            batch = self.pieces.inputs(batch, labels.shape[1])
+            batch["labels"] = self.pieces.targets(targets(labels), IGNORE)
+        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens}
+        if self.compute is not None:
+            del inputs["labels"]
+        if hasattr(self.model.config, "output_router_logits"):
+            inputs["output_router_logits"] = self.router_loss and training
+        packed = "segment_ids" in batch
+        if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
+            inputs["attention_mask"] = self.objective.balanced(batch)
+        if training and packed:
+            return inputs, (batch["segment_ids"] > 0).to(torch.float32)
+        if training and self.router_losses.any:
+            return inputs, torch.ones_like(batch["input_ids"], dtype=torch.float32)
+        return inputs, None
 
     def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> Tensor:
         """The logits [rows, S, V] in evaluation of inputs such as ``input_ids`` [rows, S]; raises as a call."""
