@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardwright.run import Start, prepare
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.hub_write import export
 from shardwright.weights.weight_sources import seeded_init
+from tests.data.test_tekken import write_tekken
 from tests.support.chats import byte_tokenizer
 
 CONFIG = LlamaConfig(
@@ -30,8 +32,7 @@ CONFIG = LlamaConfig(
 )
 # files beside config.json → what is said of them
 WITHOUT: dict[str, tuple[dict[str, str], str]] = {
-    "a config alone": ({}, "but config.json"),
-    "a tokenizer": ({"tokenizer": "byte"}, r"but config.json, tokenizer.json"),
+    "a config and a tokenizer": ({}, r"but config.json, tokenizer.json"),
     "pth": ({"consolidated.00.pth": ""}, r"consolidated.00.pth \(0 bytes\)"),
     "pt": ({"model.pt": ""}, r"model.pt \(0 bytes\)"),
     "bin": ({"pytorch_model.bin": ""}, r"pytorch_model.bin \(0 bytes\)"),
@@ -68,10 +69,8 @@ def started(tmp_path: Path, **options: Any) -> Start:
 @pytest.mark.parametrize("case", WITHOUT)
 def test_a_folder_without_weights_is_refused_unless_random_ones_are_asked_for(folder, tmp_path, case):
     files, said = WITHOUT[case]
+    byte_tokenizer().save_pretrained(folder)
     for name, content in files.items():
-        if name == "tokenizer":
-            byte_tokenizer().save_pretrained(folder)
-            continue
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     with pytest.raises(UserError, match=said):
@@ -79,7 +78,7 @@ def test_a_folder_without_weights_is_refused_unless_random_ones_are_asked_for(fo
     start = started(tmp_path, model=str(folder), from_scratch=True)
     assert start.source is None
     assert start.weights_said(None) == "random, of seed 42 (--from_scratch)"
-    assert (start.tokenizer is not None) == (case == "a tokenizer")
+    assert start.tokenizer is not None
 
 
 def test_a_configs_own_path_and_a_recipes_own_model_ask_for_random_weights(folder, tmp_path):
@@ -94,6 +93,7 @@ def test_weights_that_are_there_are_taken_and_named_and_so_is_an_adapter(folder,
     model = meta_model(CONFIG)
     export(str(folder.parent / "whole"), model, seeded_init(model, 0))
     whole = str(folder.parent / "whole")
+    byte_tokenizer().save_pretrained(whole)
     start = started(tmp_path, model=whole)
     assert isinstance(start.source, HubWeights)
     assert start.weights_said(None) == f"those of {whole}"
@@ -101,6 +101,20 @@ def test_weights_that_are_there_are_taken_and_named_and_so_is_an_adapter(folder,
     get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
     adapted = started(tmp_path, model=whole, adapter=str(tmp_path / "lora"))
     assert adapted.weights_said(None) == f"those of {whole}; the adapter's, of {tmp_path}/lora"
+
+
+def test_weights_are_trained_with_a_tokenizer_of_theirs_or_none(folder, tmp_path):
+    model, whole = meta_model(CONFIG), tmp_path / "whole"
+    export(str(whole), model, seeded_init(model, 0))
+    with pytest.raises(UserError, match="no file of a tokenizer in a folder that holds config") as refused:
+        started(tmp_path, model=str(whole))
+    assert "--tokenizer" in refused.value.instead
+    byte_tokenizer().save_pretrained(tmp_path / "elsewhere")
+    assert started(tmp_path, model=str(whole), tokenizer=str(tmp_path / "elsewhere")).tokenizer is not None
+    assert started(tmp_path, model=str(whole), from_scratch=True).tokenizer is None  # one of the data's is trained
+    write_tekken(tmp_path)  # the name has no "tokenizer" in it
+    shutil.move(tmp_path / "tekken.json", whole)
+    assert "th" in started(tmp_path, model=str(whole)).tokenizer.get_vocab()
 
 
 def test_a_given_models_own_weights_can_not_be_left_out():

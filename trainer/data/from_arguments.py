@@ -1,7 +1,6 @@
 """A run's options → its tokenizer, the tokens that end a generation, and :class:`DataOptions`."""
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,24 @@ from shardwright.data.samples.samples import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
 from shardwright.files.hub_names import split
 from shardwright.model.meta_model import model_path
+from shardwright.weights.tokenizer_files import holds_tokenizer
+from shardwright.weights.weight_sources import means_weights
 
 
 def asked_tokenizer(
     args: TrainingArguments, config: PretrainedConfig, given: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer given or named, else the one beside the weights; None: one is to be trained on the data.
+    """The tokenizer given or named, else the model's own; None: one is to be trained on the data.
 
-    With ``args.chat_template`` it has that one.
+    Weights know the tokens of their own tokenizer alone, so a run that starts from some has it. With
+    ``args.chat_template`` it has that one.
 
     Raises UserError if there is none of that name, or a model of ``config`` can't be trained with it.
     """
     name = args.tokenizer
     if name is None and args.model is not None:
-        local = Path(model_path(args.model))
-        if not os.path.exists(local) or local.suffix == ".gguf" or any(local.glob("tokenizer*")):
-            name = args.model
+        own = means_weights(args.model, args.from_scratch) or holds_tokenizer(Path(model_path(args.model)))
+        name = args.model if own else None
     tokenizer = open_tokenizer(name) if given is None and name is not None else given
     check_tokenizer(tokenizer, config.get_text_config().vocab_size)
     if tokenizer is None or args.chat_template is None:

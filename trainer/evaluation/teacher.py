@@ -17,6 +17,7 @@ from shardwright.layout.mesh import SEQUENCE
 from shardwright.model.meta_model import model_path
 from shardwright.objectives.distill import IDS, LOGPS
 from shardwright.objectives.objective import RecordShape
+from shardwright.weights.tokenizer_files import holds_tokenizer
 from shardwright.weights.weight_sources import means_weights
 
 VALUES_FORMAT = 1  # part of the name of kept values: raise it when they change meaning
@@ -87,7 +88,7 @@ def _check_tokenizer(asked: str, name: str, words: int, tokenizer: PreTrainedTok
             "the teacher knows the tokens of its own alone",
             f"--tokenizer {asked}, and a student of its vocabulary",
         )
-    if not is_hub_name(name) and not name.endswith(".gguf") and not any(Path(name).glob("tokenizer*")):
+    if not is_hub_name(name) and not name.endswith(".gguf") and not holds_tokenizer(Path(name)):
         check_vocabulary(tokenizer, words)  # nothing more can be told
         return
     theirs, ours = open_tokenizer(name).get_vocab(), tokenizer.get_vocab()

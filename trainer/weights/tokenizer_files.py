@@ -23,6 +23,11 @@ _NAMES = (
 )
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether ``folder`` has a file of a tokenizer under any of the names that repositories give them."""
+    return any(True for name in _NAMES for _ in folder.glob(name))
+
+
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: bytes | None = None) -> dict[str, bytes]:
     """Path → content of files that `AutoTokenizer` opens as ``tokenizer``.
 
