@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import transformers
+import trl
 
-from shardwright import Trainer, TrainingArguments, UserError
+from shardwright import DPOTrainer, Trainer, TrainingArguments, UserError
+from shardwright.upstream.absent_names import ATTRIBUTES
 
 THEIRS = [name for name in dir(transformers.Trainer) if not name.startswith("__")]
 CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
@@ -17,8 +19,19 @@ def own(self: Any, *words: Any, **more: Any) -> str:
     return "mine"
 
 
-def test_each_method_that_transformers_trainer_calls_is_refused_with_what_to_use():
-    for name in sorted(set(THEIRS) - CALLED_BY_USERS):
+# of trl's trainers for the card of the model alone
+ON_THE_CARD = {"_name", "_paper", "_tag_names", "_template_file", "_send_telemetry"}
+TRLS = {
+    name
+    for kind in (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer)
+    for name in dir(kind)
+    if not name.startswith(("__", "_reject")) and name not in {*THEIRS, *ON_THE_CARD}
+}
+
+
+def test_each_method_that_their_trainers_call_is_refused_with_what_to_use():
+    assert {"_compute_loss", "_prepare_dataset"} <= TRLS
+    for name in sorted({*THEIRS, *TRLS} - CALLED_BY_USERS):
         with pytest.raises(UserError, match=rf"class Mine\(Trainer\) with its own {name}\n"):
             type("Mine", (Trainer,), {name: own})
     for name in CALLED_BY_USERS:
@@ -62,6 +75,18 @@ def test_what_a_program_calls_itself_and_names_of_its_own_are_honoured():
 
     assert Mine(teacher="someone", args=TrainingArguments(recipe="llama_fsdp")).train() == "from someone"
     assert type("Further", (Mine,), {})(teacher="another").train() == "from another"
+
+
+def test_the_names_of_trls_earlier_trainers_are_refused_too():
+    for name, instead in (("dpo_loss", "compute_loss_func="), ("tokenize_row", "train_dataset=")):
+        with pytest.raises(UserError, match=instead):
+            type("Mine", (DPOTrainer,), {name: own})
+
+
+@pytest.mark.parametrize("name", sorted({*ATTRIBUTES, "_get_train_sampler", "_compute_loss", "evaluate"}))
+def test_what_would_never_be_used_is_refused_on_a_trainer_that_is_made_too(name):
+    with pytest.raises(UserError, match=rf"trainer\.{name} = …"):
+        setattr(Trainer(), name, own)
 
 
 @pytest.mark.parametrize("name", ["compute_metrics", "data_collator", "train_dataset", "model", "callbacks"])

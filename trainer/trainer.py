@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
-import transformers
 from datasets import Dataset, IterableDataset
 from rich.console import Console
 from transformers import (
@@ -41,13 +40,11 @@ from shardwright.report.lines import Terminal
 from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
-from shardwright.upstream.absent_names import in_place_of, no_attribute, no_keyword
+from shardwright.upstream.absent_names import in_place_of, is_theirs, no_attribute, no_keyword
 from shardwright.upstream.constructor_arguments import check_unused, formatted, translated, with_longest
 from shardwright.upstream.outputs import Outputs, hub_options, shown
 from shardwright.upstream.processes import keep_devices_free
 
-# transformers' methods that nothing but a user's program calls, here as there
-_CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
 _KEPT = ("args", "callbacks", "console")  # what is not resolved when a trainer is made
 keep_devices_free()  # before a program makes transformers' TrainingArguments
 
@@ -135,19 +132,11 @@ class Trainer(Outputs):
         return made if named else replace(made, objective=self.objective_name)
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Refuse methods that transformers' Trainer would call, and this one never: their work is in the one step."""
+        """Refuse what transformers' or trl's trainers would use, and this one never: its work is in the one step."""
         super().__init_subclass__(**more)
-        for name in dir(transformers.Trainer):
-            if name.startswith("__") or name in _CALLED_BY_USERS:
-                continue
-            if getattr(cls, name, None) is not getattr(Trainer, name, None):
-                others = "a callback; compute_loss_func=; an objective or an optimizer in a file of its own"
-                raise UserError(
-                    asked=f"class {cls.__name__}(Trainer) with its own {name}",
-                    found="a method that transformers' Trainer calls as it trains",
-                    why="here a step is one computation, made of what the trainer is given: it would never be called",
-                    instead=in_place_of(name) or others,
-                )
+        for name in dir(cls):
+            if is_theirs(name) and getattr(cls, name) is not getattr(Trainer, name, None):
+                raise _never_used(f"class {cls.__name__}(Trainer) with its own {name}", name)
 
     def __getattr__(self, name: str) -> Any:
         asked = vars(self).get("_asked", {})
@@ -165,6 +154,8 @@ class Trainer(Outputs):
                 why="what it is given is resolved when it is made: this would change nothing",
                 instead=f"Trainer(…, {name}=…)",
             )
+        if is_theirs(name) and name not in vars(self):
+            raise _never_used(f"trainer.{name} = …", name)
         super().__setattr__(name, value)
 
     @property
@@ -334,3 +325,13 @@ class Trainer(Outputs):
         if self._given.collator is not None and isinstance(records, Dataset | IterableDataset):
             records = collated(records, self._given.collator)
         return load_rows_of(records, self._start.data, loop.corpus.tokenizer)
+
+
+def _never_used(asked: str, name: str) -> UserError:
+    return UserError(
+        asked=asked,
+        found="something that transformers' or trl's trainers use as they train",
+        why="here a step is one computation, made of what the trainer is given: it would never be used",
+        instead=in_place_of(name)
+        or "a callback; compute_loss_func=; an objective or an optimizer in a file of its own",
+    )

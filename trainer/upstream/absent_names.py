@@ -5,6 +5,8 @@ Of transformers 5.23 (trainer.py) and trl 1.16 (trainer/*_trainer.py).
 
 from collections.abc import Iterable
 
+import transformers
+
 from shardwright.errors import UserError, did_you_mean
 
 _LOSS = "compute_loss_func=, which is traced into the step"
@@ -19,6 +21,7 @@ _REFERENCE = (
     "nothing: the reference is the starting weights, whose log-probabilities are computed before the first step"
 )
 _ROUTER = "the recipe's Compute(router_loss=…); --router_balance_coef and --router_z_loss_coef"
+_RECORDS = "train_dataset= with records of a shape that docs/data.md lists; formatting_func=; data_collator="
 _LENGTH = "TrainingArguments(sequence_length=…)"
 _GIVEN_MODEL = "model= as a hub id or folder; --bf16, --weight_dtype and the recipe's Compute say the rest"
 
@@ -96,6 +99,15 @@ ATTRIBUTES = {
     "calculate_KL": "nothing: --objective kto computes what its loss needs",
 }
 
+# methods that trl's trainers call of themselves, now or in an earlier version, beside transformers'
+TRLS_METHODS = {
+    *("_compute_kl_logps", "_compute_loss", "_precompute_ref_logps", "_prepare_dataset", "concatenated_forward"),
+    *("concatenated_inputs", "dpo_loss", "get_batch_logps", "get_batch_loss_metrics", "kto_loss", "process_row"),
+    *("tokenize_row", "visualize_samples"),
+}
+# transformers' methods that nothing but a user's program calls, here as there
+CALLED_BY_USERS = {"train", "predict", "push_to_hub", "add_callback"}
+
 # keyword of their constructors, now or in an earlier version → what takes its place
 KEYWORDS = {
     "preprocess_logits_for_metrics": f"{_METRICS}, and sees the logits there",
@@ -130,6 +142,9 @@ _PARTS = {
     "sampler": "train_dataset= as an IterableDataset in the order wanted, with --shuffle_rows 1",
     "optimizer": _OPTIMIZER,
     "scheduler": _RATES,
+    "dataset": _RECORDS,
+    "row": _RECORDS,
+    "concatenated": _RECORDS,
     "log": "a callback's on_log",
     "eval": f"{_METRICS}; a callback's on_evaluate",
     "prediction": f"{_METRICS}; predict()",
@@ -145,6 +160,13 @@ def in_place_of(name: str) -> str | None:
     """The words on what stands for the attribute or method ``name`` of their trainers; None: it is none of them."""
     found = ATTRIBUTES.get(name) or next((text for part, text in _PARTS.items() if part in name), None)
     return found and found.format(name=name)
+
+
+def is_theirs(name: str) -> bool:
+    """Whether their trainers would use an attribute ``name`` that a program gives one, and this one never does."""
+    if name.startswith("__") or name in CALLED_BY_USERS:
+        return False
+    return name in ATTRIBUTES or name in TRLS_METHODS or hasattr(transformers.Trainer, name)
 
 
 def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
