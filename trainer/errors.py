@@ -16,11 +16,15 @@ TERMINATED = 143  # a shell's code for a program that SIGTERM ended: there was n
 LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
-# errors of the program or of what it was given; those of a device, a network or a disk, which may pass, have others
-_COMES_AGAIN = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
-    *(RecursionError, SyntaxError, TypeError, ValueError, IsADirectoryError, NotADirectoryError),
-)
+# errors that may pass: of a device (a RuntimeError), a network, a disk or the host's memory, …
+_MAY_PASS = (OSError, RuntimeError, EOFError, MemoryError, BufferError, SystemError, ReferenceError)
+# … but for these of them, and whatever packages raise that speak over a network. Any other comes again: it is of the
+# program or of what it was given.
+_COMES_AGAIN = (NotImplementedError, RecursionError, IsADirectoryError, NotADirectoryError)
+_OVER_NETWORKS = {
+    *("aiohttp", "asyncio", "botocore", "concurrent", "fsspec", "gcsfs", "google", "grpc", "httpcore", "httpx"),
+    *("huggingface_hub", "multiprocessing", "requests", "s3fs", "socket", "ssl", "urllib3"),
+}
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
@@ -110,7 +114,9 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else TERMINATED
     if isinstance(error, UserError):
         return error.code
-    return BUG if isinstance(error, _COMES_AGAIN) else 1
+    passes = isinstance(error, _MAY_PASS) and not isinstance(error, _COMES_AGAIN)
+    package = type(error).__module__.partition(".")[0]
+    return 1 if passes or type(error) is Exception or package in _OVER_NETWORKS else BUG
 
 
 class Spiked(UserError):
