@@ -3,11 +3,11 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import TransientError, UserError
 from shardwright.files.folder import Folder, StorageError, UnwrittenFolder
 from shardwright.files.lock import LOCK, FolderLock
 from shardwright.hosts.hosts import hosts
@@ -47,16 +47,21 @@ def _free(folder: Folder) -> str:
 
 
 @contextlib.contextmanager
-def claimed_by_all(lock: FolderLock) -> Iterator[None]:
-    """Hold ``lock`` inside the ``with``: of several hosts the first does, and all see the folder; raises UserError."""
+def claimed_by_all(lock: FolderLock, first: Collection[str] = ()) -> Iterator[None]:
+    """Hold ``lock`` inside the ``with``: of several hosts the first does, and all see the folder; raises UserError.
+
+    After a refusal inside the ``with`` the folder is as it was, unless more than ``first`` was written: the names of
+    the files that a run leaves before it has learned anything.
+    """
     with contextlib.ExitStack() as held:
-        hosts().once(lambda: _claim(lock, held))
+        hosts().once(lambda: _claim(lock, held, first))
         hosts().together(lambda: _check_shared(lock.folder))
         yield
 
 
-def _claim(lock: FolderLock, held: contextlib.ExitStack) -> None:
+def _claim(lock: FolderLock, held: contextlib.ExitStack, first: Collection[str]) -> None:
     try:
+        held.enter_context(_as_it_was(lock.folder, first))
         held.enter_context(lock)
     except StorageError as error:
         raise StorageError(  # still transient: the folder may come back to a run that had it before
@@ -65,6 +70,23 @@ def _claim(lock: FolderLock, held: contextlib.ExitStack) -> None:
             why="the run writes its model and its log there",
             instead="a folder that this user may write to",
         ) from None
+
+
+@contextlib.contextmanager
+def _as_it_was(folder: Folder, first: Collection[str]) -> Iterator[None]:
+    before, path = set(folder.names()), Path(str(folder)).absolute()
+    absent = [] if folder.remote else [each for each in (path, *path.parents) if not os.path.exists(each)]
+    try:
+        yield
+    except UserError as error:
+        with contextlib.suppress(OSError, StorageError):  # what is told is the refusal
+            written = set(folder.names()) - before
+            if written <= set(first) and not before & set(first) and not isinstance(error, TransientError):
+                for name in written:
+                    folder.remove_file(name)
+                for each in absent:
+                    each.rmdir()
+        raise
 
 
 def output_folder(args: TrainingArguments) -> Folder:

@@ -78,7 +78,7 @@ class RunPage:
         with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
             if home is not None and home.is_file(LIVES):
                 self._earlier = read_lives(home.read(LIVES))
-        self._due, self._failed = 0.0, False
+        self._due, self._told, self._failed = 0.0, False, False
 
     def began(self, earlier: float) -> None:
         """Moves the beginning of the life back by ``earlier`` seconds."""
@@ -95,6 +95,9 @@ class RunPage:
             self._note()
             self.folder.write(LIVES, lives_as_json([*self._earlier, self._life]))
             self.folder.write(PAGE, run_page(self._view(running)).encode())
+            if not self._told:
+                say(self.console, f"page:    {self.folder}/{PAGE} shows the run as it goes, in a browser")
+            self._told = True
         except Exception as error:  # no failure of a page is a reason to end hours of training
             found = f"{error.asked}: {error.found}" if isinstance(error, StorageError) else f"{error!r}"
             if not self._failed:
