@@ -45,6 +45,7 @@ from shardwright.monitoring.next_commands import MODEL, next_commands
 from shardwright.monitoring.run_page import LIVES, PAGE
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
+from shardwright.report.units import mesh_text
 from shardwright.step import auto_remat, train_step
 from shardwright.weights import mtp
 from shardwright.weights.adapter_weights import check_adapter
@@ -183,8 +184,8 @@ def train(
         with start.claimed():
             with unwinding():
                 loop = start.open()
-            for loop in start.attempts(loop):
-                pass
+            for attempt in start.attempts(loop):
+                loop = attempt
             _close(loop, console)
     except TransientError as error:
         if loop is None or not loop.stop.any:
@@ -363,7 +364,7 @@ def _load_data(start: Start, console: Console) -> Corpus:
 
 def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
     say(console, f"devices: {runtime.init_runtime()}")
-    say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    say(console, f"mesh:    {mesh_text(job.plan.mesh)}")
     for text in filter(None, (job.copies, *plan_warnings(job.plan))):
         say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")

@@ -34,10 +34,15 @@ def test_a_refusal_leaves_the_output_folder_as_it_was(
         folder.mkdir(parents=True)
     for name in before or ():
         (folder / name).touch()
-    with pytest.raises(type(error)), claimed_by_all(FolderLock(Folder(folder)), FIRST):
-        for name in written:
-            (folder / name).touch()
-        raise error
+
+    def refused() -> None:
+        with claimed_by_all(FolderLock(Folder(folder)), FIRST):
+            for name in written:
+                (folder / name).touch()
+            raise error
+
+    with pytest.raises(type(error)):
+        refused()
     found = sorted(each.name for each in folder.iterdir()) if folder.exists() else None
     assert found == (sorted(left) if left is not None else None)
     assert (tmp_path / "runs").exists() is (left is not None)

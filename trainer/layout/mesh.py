@@ -127,14 +127,14 @@ class Mesh:
         return [str(Mesh(dcn=dcn, **self.axes).fitting(devices)[0])]
 
 
-def mesh_text(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> str:
-    """``axes``, or all, with their sizes: ``fsdp=2 × expert=4``."""
-    return " × ".join(f"{axis}={sizes[axis]}" for axis in (sizes if axes is None else axes))
+def mesh_factors(sizes: Mapping[str, int | str]) -> str:
+    """The sizes as ``--mesh`` takes them: ``fsdp=2,expert=4``."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def mesh_option(sizes: Mapping[str, int | str]) -> str:
     """The option that gives a recipe these sizes: ``--mesh fsdp=2,expert=4``."""
-    return "--mesh " + ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    return f"--mesh {mesh_factors(sizes)}"
 
 
 def in_copies(sizes: Mapping[str, int], axis: str, copies: int) -> dict[str, int]:

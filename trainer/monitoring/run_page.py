@@ -21,7 +21,7 @@ from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, 
 from shardwright.report.lines import say
 from shardwright.report.pictures import load_picture, loss_curve
 from shardwright.report.run_view import PAGE, RunView, run_page
-from shardwright.report.units import axes_text
+from shardwright.report.units import mesh_text
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
 
@@ -135,7 +135,7 @@ class RunPage:
             "model": f"{options['model'] or own}: {type(job.model).__name__}, {job.facts.parameters:,} parameters",
             "objective": f"{options['objective']}, by {options['optim']}",
             "dataset": "\n".join([options["dataset"] or "the source of this Python's standard library", *self.data]),
-            "mesh": f"{axes_text(job.plan.mesh)} on {job.devices} devices"
+            "mesh": f"{mesh_text(job.plan.mesh)} on {job.devices} devices"
             + ("" if kind is None else f" ({kind.name})"),
             "a step": f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens",
             "remat": f"{job.recipe.compute.remat}",
