@@ -262,6 +262,7 @@ OTHERS = (
     "format",
     "key_format",
     "max_shard_size",
+    "devices",
     "dcn",
 )  # scripts' own
 
