@@ -46,3 +46,17 @@ def test_a_refusal_leaves_the_output_folder_as_it_was(
     found = sorted(each.name for each in folder.iterdir()) if folder.exists() else None
     assert found == (sorted(left) if left is not None else None)
     assert (tmp_path / "runs").exists() is (left is not None)
+
+
+def test_a_folder_that_another_run_holds_is_left_alone(tmp_path: Path) -> None:
+    def sleep(seconds: float) -> None:
+        (tmp_path / "run.yaml").touch()  # the other run goes on while this one looks for its lock
+
+    def claim() -> None:
+        with claimed_by_all(FolderLock(Folder(tmp_path), sleep=sleep), FIRST):
+            pass
+
+    with FolderLock(Folder(tmp_path)):
+        with pytest.raises(UserError, match="two runs in one folder"):
+            claim()
+        assert sorted(each.name for each in tmp_path.iterdir()) == [".lock", "run.yaml"]

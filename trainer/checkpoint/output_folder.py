@@ -61,8 +61,7 @@ def claimed_by_all(lock: FolderLock, first: Collection[str] = ()) -> Iterator[No
 
 def _claim(lock: FolderLock, held: contextlib.ExitStack, first: Collection[str]) -> None:
     try:
-        held.enter_context(_as_it_was(lock.folder, first))
-        held.enter_context(lock)
+        held.enter_context(_as_it_was(lock, first))
     except StorageError as error:
         raise StorageError(  # still transient: the folder may come back to a run that had it before
             asked=f"--output_dir {lock.folder}",
@@ -73,19 +72,26 @@ def _claim(lock: FolderLock, held: contextlib.ExitStack, first: Collection[str])
 
 
 @contextlib.contextmanager
-def _as_it_was(folder: Folder, first: Collection[str]) -> Iterator[None]:
-    before, path = set(folder.names()), Path(str(folder)).absolute()
+def _as_it_was(lock: FolderLock, first: Collection[str]) -> Iterator[None]:
+    """Hold ``lock``; after a refusal the folder is as it was, unless more than ``first`` was written."""
+    folder, path = lock.folder, Path(str(lock.folder)).absolute()
+    before = {*folder.names(), LOCK}
     absent = [] if folder.remote else [each for each in (path, *path.parents) if not os.path.exists(each)]
     try:
-        yield
-    except UserError as error:
-        with contextlib.suppress(OSError, StorageError):  # what is told is the refusal
-            written = set(folder.names()) - before
-            if written <= set(first) and not before & set(first) and not isinstance(error, TransientError):
-                for name in written:
-                    folder.remove_file(name)
-                for each in absent:
-                    each.rmdir()
+        with lock:
+            try:
+                yield
+            except UserError as error:
+                with contextlib.suppress(StorageError):  # what is told is the refusal
+                    written = set(folder.names()) - before
+                    if not isinstance(error, TransientError) and written <= {*first} and not before & {*first}:
+                        for name in written:
+                            folder.remove_file(name)
+                raise
+    except UserError:
+        with contextlib.suppress(OSError):  # another has come, or there is more in it
+            for each in absent:
+                each.rmdir()
         raise
 
 
