@@ -263,6 +263,7 @@ OTHERS = (
     "key_format",
     "max_shard_size",
     "devices",
+    "help",
     "dcn",
 )  # scripts' own
 
