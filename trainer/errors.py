@@ -98,10 +98,18 @@ def of_another_kind(name: str, value: object, wanted: str) -> UserError:
 
 def command(name: str) -> str:
     """The command ``name`` (``train``, ``plan``, …) as the user of this program would type it."""
-    folder, _ = os.path.split(sys.argv[0])
-    if os.path.realpath(folder) == os.path.realpath(_SCRIPTS):  # python scripts/plan.py, by whichever path
-        return f"python {shlex.quote(os.path.join(folder, name + '.py'))}"
+    if _of_scripts():
+        return f"python {shlex.quote(os.path.join(os.path.dirname(sys.argv[0]), name + '.py'))}"
     return f"shardwright {name}"
+
+
+def of_a_command() -> bool:
+    """Whether one of this program's commands runs, and not a user's own script."""
+    return _of_scripts() or os.path.basename(sys.argv[0]).startswith("shardwright ")
+
+
+def _of_scripts() -> bool:
+    return os.path.realpath(os.path.dirname(sys.argv[0])) == os.path.realpath(_SCRIPTS)  # by whichever path
 
 
 def without_credentials(text: str) -> str:
