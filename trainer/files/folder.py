@@ -248,9 +248,16 @@ class Folder:
             self._fs.rm_file(self._join(name)) if self.remote else os.remove(self._join(name))
 
     def remove(self) -> None:
-        """Removes the folder and its content, if it exists."""
+        """Removes the folder and its content, if it exists; of a link only the link."""
         with errors("remove", self._path), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
+            if self.is_link:
+                os.remove(self._path)
+            else:
+                self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
+
+    @property
+    def is_link(self) -> bool:
+        return not self.remote and os.path.islink(self._path)
 
     def _join(self, name: str) -> str:
         return os.path.join(self._path, name)
