@@ -16,21 +16,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from torch import Tensor
+
+# jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time,
+# whatever an image that is made for jax says
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+import numpy as np
 
 # semi-private: jax/_src/interpreters/mlir.py and jax/_src/lib/__init__.py, jax 0.7.1 (`LoweringParameters` and the
 # conversion of a module to HLO have no public names)
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
-from torch import Tensor
 
-# jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time,
-# whatever JAX_PLATFORMS says in an image that is made for jax.
-jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_platforms", "cpu")  # it may have been imported before
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 # Its package for CUDA, of which torch_xla takes the library alone, does not start without another one, and jax logs
