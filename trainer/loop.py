@@ -385,7 +385,6 @@ class TrainingLoop:
         """Write the state and, unless preempted or stopped before anything was learned, the model; then the page."""
         self.lock.check_held()
         self._write_texts()  # once more: the folder may have been emptied under way
-        self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.trained.write(self.folder / "model", source)
         self.log.saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
@@ -395,6 +394,7 @@ class TrainingLoop:
         for name, content in self.job.as_texts().items():
             self.folder.write(name, as_json(content))
         self.folder.write(RUN_FILE, run_file(self.args).encode())
+        self._write_state()  # at the start in place of what an earlier life left, which may be of another line
 
     def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))

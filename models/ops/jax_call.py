@@ -21,8 +21,9 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch import Tensor
 
-# jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time,
+# whatever an image that is made for jax says
+os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
@@ -31,6 +32,7 @@ import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 
+jax.config.update("jax_platforms", "cpu")  # it may have been imported before
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 # Its package for CUDA, of which torch_xla takes the library alone, does not start without another one, and jax logs

@@ -7,6 +7,7 @@ import random
 import shutil
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from shardwright.checkpoint import manifest, tensors
 from shardwright.checkpoint.host_state import set_random_state
 from shardwright.checkpoint.lineage import LINEAGE, folder_of, whole_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from shardwright.checkpoint.write import expired
+from shardwright.checkpoint.write import CheckpointWriter, expired
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 from shardwright.layout.mesh import Mesh
@@ -242,6 +243,32 @@ def test_old_checkpoints_go_once_the_new_one_is_whole(state, output):
     save(output, state, 1, 2, 3, 4, limit=2, best=1)
     assert whole_steps(output) == [1, 4]
     assert output.names() == ["checkpoint-1", "checkpoint-4", LINEAGE]
+
+
+def test_one_that_can_not_be_removed_ends_no_run_and_of_a_link_only_the_link_goes(state, tmp_path):
+    output, elsewhere, said = Folder(tmp_path / "run"), tmp_path / "elsewhere", []
+    saves = CheckpointWriter(output, {}, 1, notice=said.append)
+    saves.begin()
+
+    def saved(step: int) -> Path:
+        saves.save(state, host(step), TrainerState(global_step=step))
+        saves.wait()
+        return tmp_path / "run" / f"checkpoint-{step}"
+
+    place = saved(1)
+    place.rename(elsewhere)
+    place.write_text("no folder any more")
+    saved(2)
+    assert [line.partition(":")[0] for line in said] == ["checkpoint-1 stays until the next save"]
+    place.unlink()
+    elsewhere.rename(place)
+    place = saved(3)
+    assert output.names() == ["checkpoint-3", LINEAGE]
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere)
+    saved(4)
+    assert output.names() == ["checkpoint-4", LINEAGE]
+    manifest.check(Folder(elsewhere))
 
 
 def test_a_save_over_an_older_one_of_the_same_step_replaces_it(state, output):

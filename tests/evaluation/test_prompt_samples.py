@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from shardwright.evaluation.prompt_samples import earlier_answers
+from shardwright.files.folder import Folder
 from shardwright.report.escapes import escaped
 from tests.support.browser import Browser
 from tests.support.lives import TINY, Lives, write_text
@@ -56,6 +58,13 @@ def test_each_evaluation_writes_its_answers_down_and_changes_nothing_else(runs):
     assert f"step 4: {json.dumps(found[-1]['answer'], ensure_ascii=False)}" in log
     assert answers(runs / "rest") == found
     assert not (runs / "plain" / "samples.jsonl").exists()
+
+
+def test_answers_of_earlier_lives_are_kept_whatever_line_breaks_of_unicode_are_in_them(tmp_path):
+    entries = [{"step": step, "prompt": "a", "answer": f"b\u2028\x85\x1e{step}"} for step in (1, 2, 3)]
+    lines = [json.dumps(entry, ensure_ascii=False) for entry in entries]
+    (tmp_path / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert earlier_answers(Folder(tmp_path), 2) == entries[:2]
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def test_spot_asks_for_spot_nodes():
 
 
 def test_a_staging_folder_is_the_nodes_own_so_that_the_next_pod_there_finds_it():
-    for words in (("--staging_dir", "/mnt/ssd/s"), ("--staging_dir=/mnt/ssd/s",)):
+    for words in (("--staging_dir", "/mnt/ssd/s"), ("--staging_dir=/mnt/ssd/s",), ("--staging-dir", "/mnt/ssd/s")):
         made = pod(jobset(train=("--recipe", "mixtral_ep", *words)))
         (mount,) = [each for each in made["containers"][0]["volumeMounts"] if each["mountPath"] == "/mnt/ssd/s"]
         (volume,) = [each for each in made["volumes"] if each["name"] == mount["name"]]

@@ -66,6 +66,15 @@ def test_a_run_under_way_is_read_from_its_newest_checkpoint(tmp_path: Path) -> N
     assert run.log[0]["learning_rate"] == 0.1
 
 
+def test_a_run_that_goes_on_is_read_from_its_own_line_as_far_as_it_went(tmp_path: Path) -> None:
+    state = {"log_history": [{"step": 2, "loss": 3.0}]}  # as it was when the run went on from its second step
+    folder(tmp_path / "run", 0.5, **{"trainer_state.json": json.dumps(state), "lineage.json": '{"steps": [2, 6]}'})
+    for step in (2, 6, 9):  # the last is of the line that was left
+        folder(tmp_path / "run" / f"checkpoint-{step}", step / 100)
+    (run,) = read_runs([str(tmp_path / "run")], "page.html")
+    assert run.log[0]["learning_rate"] == 0.06
+
+
 @pytest.mark.parametrize("wrong", ["{", "[]", '{"log_history": [{"loss": 1}]}', None])
 def test_a_folder_without_a_log_is_refused(tmp_path: Path, wrong: str | None) -> None:
     path = tmp_path / "none" if wrong is None else Path(folder(tmp_path / "run", 0.1, **{"trainer_state.json": wrong}))

@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from shardwright.data.rows.batches import TrainingBatches, heldout_batches
 from shardwright.data.rows.rows import StoredRows
+from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
 from shardwright.step.train_step import _by_micro_batch
 from shardwright.xla import runtime, sharding
@@ -93,8 +94,12 @@ def test_a_placed_share_is_the_global_batch_on_the_devices() -> None:
         ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}, ("slice-0", 8546)),
         ({"MEGASCALE_COORDINATOR_ADDRESS": "dns:///job-0-0.job"}, ("job-0-0.job", 8546)),
         ({"MASTER_ADDR": "first", "MASTER_PORT": "9000", "TPU_WORKER_HOSTNAMES": "a,b"}, ("first", 9000)),
+        ({"MASTER_ADDR": "first", "MASTER_PORT": ""}, ("first", 8546)),
     ],
 )
 def test_the_hosts_come_together_at_the_first_of_the_whole_job(told, place) -> None:
     """On slices of one host, TPU_WORKER_HOSTNAMES names "localhost", which is another machine on each of them."""
     assert runtime.meeting_place(told) == place
+    for other in ("tcp://10.0.0.1:80", "65536", "-1"):
+        with pytest.raises(UserError, match=f"MASTER_PORT={other}"):
+            runtime.meeting_place({**told, "MASTER_PORT": other})

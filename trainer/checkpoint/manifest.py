@@ -180,7 +180,8 @@ def empty_trash(output: Folder) -> None:
 
 def remove(folder: Folder) -> None:
     """Removes a checkpoint, its manifest first: if that is interrupted, the rest does not look whole."""
-    folder.remove_file(MANIFEST)
+    if not folder.is_link:
+        folder.remove_file(MANIFEST)
     folder.remove()
 
 

@@ -274,8 +274,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             best = self._waiting.pop(step)
             self.notice(f"staging: checkpoint-{step} is in {self.output} after {time.perf_counter() - started:.1f} s")
             staging.remove(step)
-            with contextlib.suppress(StorageError):  # the next copy removes one too many
-                self._expire(job, best)
+            self._expire(job, best)
 
     def _copy(self, source: Folder, target: Folder) -> Files:
         job = self._copy_hosts
@@ -309,8 +308,11 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def _expire(self, job: Hosts, best: int | None) -> None:
         arrived = [step for step in list(self.lineage) if step not in self._waiting]
         for old in expired(arrived, self.limit, best):
-            job.once(functools.partial(manifest.remove, folder_of(self.output, old)))
-            del self.lineage[old]
+            try:
+                job.once(functools.partial(manifest.remove, folder_of(self.output, old)))
+                del self.lineage[old]
+            except StorageError as error:  # the new one is whole: no reason to end a run
+                self.notice(f"checkpoint-{old} stays until the next save: {error.asked}: {error.found}")
 
 
 def _fill(

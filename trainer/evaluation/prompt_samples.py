@@ -45,7 +45,7 @@ class Samples:
         self.texts, self.prompts = [text for text, _ in read], [tokens for _, tokens in read]
         self.shape = shape_of(job, [len(tokens) for tokens in self.prompts])
         self.stops = stop_tokens(args, job.config) | {tokenizer.eos_token_id}
-        self.entries = [] if resume is None else _earlier(resume)
+        self.entries = [] if resume is None else earlier_answers(resume.folder.parent, resume.step)
         self.generator: Generator | None = None
 
     def take(self, step: int, placed: PlacedModel) -> None:
@@ -95,14 +95,15 @@ def shape_of(job: Job, lengths: Sequence[int]) -> GenerationShape:
     return shape
 
 
-def _earlier(resume: RunCheckpoint) -> list[dict[str, Any]]:
-    """The answers beside a checkpoint, of its step and earlier ones."""
-    home, found = resume.folder.parent, []
+def earlier_answers(home: Folder, last: int) -> list[dict[str, Any]]:
+    """The answers in an output folder of the step ``last`` and earlier ones."""
+    found = []
     with contextlib.suppress(StorageError, ValueError, RecursionError):  # none there, or cut short
         if home.is_file(SAMPLES):
-            for line in home.read(SAMPLES).decode().splitlines():
+            # splitlines() would split within answers, at U+2028 and others
+            for line in home.read(SAMPLES).decode().strip().split("\n"):
                 entry = json.loads(line)
                 texts = isinstance(entry, dict) and all(type(entry.get(k)) is str for k in ("prompt", "answer"))
-                if texts and type(entry.get("step")) is int and entry["step"] <= resume.step:
+                if texts and type(entry.get("step")) is int and entry["step"] <= last:
                     found.append({key: entry[key] for key in ("step", "prompt", "answer")})
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import glob
 import json
 import os
 import shutil
@@ -240,7 +241,7 @@ class Folder:
                 return
             files, own = self._store.find(self._path), len(self._fs._strip_protocol(self._path))
             self._fs.copy(files, [str(to) + file[own:] for file in files], on_error="raise")
-            self._fs.rm(self._path, recursive=True)
+            self.remove()
 
     def remove_file(self, name: str) -> None:
         """Removes a file if it exists."""
@@ -248,9 +249,17 @@ class Folder:
             self._fs.rm_file(self._join(name)) if self.remote else os.remove(self._join(name))
 
     def remove(self) -> None:
-        """Removes the folder and its content, if it exists."""
+        """Removes the folder and its content, if it exists; of a link only the link."""
         with errors("remove", self._path), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
+            if self.remote:
+                # rm takes a name with [, * or ? for a pattern, and would remove other folders
+                self._fs.rm(glob.escape(self._path), recursive=True)
+            else:
+                os.remove(self._path) if self.is_link else shutil.rmtree(self._path)
+
+    @property
+    def is_link(self) -> bool:
+        return not self.remote and os.path.islink(self._path)
 
     def _join(self, name: str) -> str:
         return os.path.join(self._path, name)

@@ -62,9 +62,17 @@ class Request:
     @property
     def staging(self) -> str:
         """The run's absolute ``--staging_dir``, shared with the host so that a restart finds it; else empty."""
-        named = [after for word, after in itertools.pairwise(self.train) if word == "--staging_dir"]
-        named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
-        return named[-1] if named and posixpath.isabs(named[-1]) else ""
+        folder = self.option("staging_dir")
+        return folder if posixpath.isabs(folder) else ""
+
+    def option(self, name: str) -> str:
+        """The value of the run's option ``--name``, in whichever spelling; empty if it is not given."""
+        found = ""
+        for word, after in itertools.pairwise([*self.train, ""]):
+            spelt, equals, value = word.partition("=")
+            if spelt.replace("-", "_") == f"__{name}":
+                found = value if equals else after
+        return found
 
     @property
     def variables(self) -> dict[str, str]:

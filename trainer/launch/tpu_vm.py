@@ -1,8 +1,6 @@
 """TPU VMs by gcloud: a queued resource, and a loop on each host that restarts the run."""
 
-import itertools
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.launch.exits import FINAL
@@ -33,8 +31,8 @@ def plan(request: Request) -> LaunchPlan:
         files |= {_INSTALL: filled(_INSTALL), _NEEDS: requirements()}
         folders = sent_folders()
         copied = ["--recurse", _HOST, _INSTALL, _NEEDS, "shardwright"]
-        for path in _recipe_files(request.train):
-            files[path.name], copied = path.read_text(encoding="utf-8"), [*copied, path.name]
+        if (recipe := Path(request.option("recipe"))).suffix == ".py":  # the user's: it lies beside the code
+            files[recipe.name], copied = recipe.read_text(encoding="utf-8"), [*copied, recipe.name]
     return LaunchPlan(
         files=files,
         commands=[
@@ -70,11 +68,7 @@ def _in_container(request: Request) -> tuple[str, str]:
 def _in_environment(request: Request) -> tuple[str, str]:
     """The same commands for the code that was sent, in the environment that `install.sh` made."""
     variables = [f"{name}={value}" for name, value in ({"PYTHONPATH": "."} | request.variables).items()]
-    names = {str(path): path.name for path in _recipe_files(request.train)}
+    recipe = request.option("recipe")
+    names = {word + recipe: word + Path(recipe).name for word in ("", "--recipe=") if recipe.endswith(".py")}
     words = ["env/bin/python", "-m", "shardwright.scripts.train", *(names.get(word, word) for word in request.train)]
     return f"env $(cat megascale.env) {shlex.join(variables)} {shlex.join(words)}", "kill -TERM $run"
-
-
-def _recipe_files(train: Sequence[str]) -> list[Path]:
-    """The run's recipe, where it is a file of the user's: it is sent along, and lies beside the code."""
-    return [Path(path) for name, path in itertools.pairwise(train) if name == "--recipe" and path.endswith(".py")]

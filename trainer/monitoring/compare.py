@@ -2,11 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.lineage import folder_of, noted_steps
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.report.compare_view import ComparedRun
@@ -38,15 +38,24 @@ def _run(folder: Folder, name: str, page: str) -> ComparedRun:
 
 
 def _log(folder: Folder, there: set[str]) -> list[dict[str, Any]]:
-    """The log of a run that has ended, or else that of its newest checkpoint; transformers' own runs have it too."""
-    steps = sorted(int(name.removeprefix("checkpoint-")) for name in there if re.fullmatch(r"checkpoint-\d+", name))
-    for home in (folder, *(folder / f"checkpoint-{step}" for step in reversed(steps))):
-        if home.is_file(STATE):
-            log = _content(home, STATE).get("log_history")
-            if isinstance(log, list) and all(isinstance(x, dict) and type(x.get("step")) is int for x in log):
-                return log
-            raise _refused(folder, f"a {STATE} without the lines of a log")
-    raise _refused(folder, f"no {STATE}, here or in a checkpoint" if there else "no such folder, or an empty one")
+    """The log of the run's start or end, or that of its newest checkpoint if it goes further; so are transformers'."""
+    steps = [step for step in noted_steps(folder) if folder_of(folder, step).is_file(STATE)]
+    homes = [folder] * (STATE in there) + [folder_of(folder, step) for step in sorted(steps)[-1:]]
+    if log := max((_lines(home, folder) for home in homes), key=_reached, default=[]):
+        return log
+    found = f"no line of a log in a {STATE}, here or in a checkpoint"
+    raise _refused(folder, found if there else "no such folder, or an empty one")
+
+
+def _reached(log: list[dict[str, Any]]) -> int:
+    return max((line["step"] for line in log), default=0)
+
+
+def _lines(home: Folder, run: Folder) -> list[dict[str, Any]]:
+    log = _content(home, STATE).get("log_history")
+    if isinstance(log, list) and all(isinstance(x, dict) and type(x.get("step")) is int for x in log):
+        return log
+    raise _refused(run, f"a {STATE} without the lines of a log")
 
 
 def _content(folder: Folder, name: str) -> dict[str, Any]:

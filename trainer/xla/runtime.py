@@ -25,6 +25,7 @@ from shardwright.xla.program_cache import KEPT
 
 VIRTUAL_DEVICES = 8
 MEETING_PORT = 8546  # torch_xla's own coordinator gets the next one, 8547 as by default
+_PORTS = 1 << 16
 _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails beyond it
 
 
@@ -126,12 +127,20 @@ def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
     """The address of the job's first host and the first of two of its ports, where the hosts come together.
 
     From MASTER_ADDR and MASTER_PORT, as for torch's own launchers; else from MEGASCALE_COORDINATOR_ADDRESS (several
-    slices) or TPU_WORKER_HOSTNAMES (one slice); else from the TPU VM's metadata.
+    slices) or TPU_WORKER_HOSTNAMES (one slice); else from the TPU VM's metadata. Raises UserError if MASTER_PORT is no
+    port: Kubernetes sets it in every pod beside a Service named `master`, as `tcp://10.0.0.1:80`.
     """
-    port = int(environment.get("MASTER_PORT", MEETING_PORT))
+    port = environment.get("MASTER_PORT") or str(MEETING_PORT)
+    if not (port.isdecimal() and 0 < int(port) < _PORTS):
+        raise UserError(
+            asked=f"MASTER_PORT={port}",
+            found=f"no number of a port, 1 to {_PORTS - 1}",
+            why="the job's hosts come together there; beside a Service named master Kubernetes sets it otherwise",
+            instead=f"MASTER_PORT={MEETING_PORT}, the same on every host, or empty",
+        )
     first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition("/")[2].partition(":")[0]
     named = (environment.get("MASTER_ADDR"), first, environment.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0])
-    return next(filter(None, named), None) or xr.get_master_ip(), port
+    return next(filter(None, named), None) or xr.get_master_ip(), int(port)
 
 
 def _prepare() -> str:

@@ -36,9 +36,10 @@ def _ended(_: int) -> None:
         asked=f"virtual devices: {os.environ['CPU_NUM_DEVICES']}, with {os.environ['NPROC']} threads (NPROC)",
         found="XLA ended the process, and said why above",
         why="where it speaks of a rendezvous, devices waited for one another for longer than its 10 s: this machine is "
-        "too busy or too slow for so many, or the threads are fewer than the collectives that wait at once",
+        "too busy or too slow for so many, or the threads are fewer than the collectives that wait at once; where it "
+        "speaks of XLA_FLAGS, this XLA, which has the CPU's flags alone, knows none of that name",
         instead="a less busy machine, fewer devices (CPU_NUM_DEVICES=2) or a smaller model; NPROC unset, or "
-        "NPROC=32 where this machine allows no more threads",
+        "NPROC=32 where this machine allows no more threads; XLA_FLAGS without that flag",
     )
     os.write(2, f"error: {error}\n".encode())
     os._exit(error.code)

@@ -20,10 +20,10 @@ def read_prompts(path: str) -> list[Prompt]:
     Raises UserError if there is no such file, it has no prompts or too many, or a line is of neither kind.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise _refused(path, fault(error)) from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not 0 < len(lines) <= MOST:
         raise _refused(path, f"{len(lines)} lines with text; 1 to {MOST} can be answered")
     if not lines[0][1].lstrip().startswith("{"):
