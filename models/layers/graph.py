@@ -1,12 +1,17 @@
 """A function of tensors, traced once by AOTAutograd into a forward and a backward graph."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor
+
+# semi-private: torch/_logging/_internal.py and torch/fx/_lazy_graph_module.py, torch 2.9
+from torch._logging._internal import log_state
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from shardwright.models.layers.remat import VALUES, Value
 
@@ -32,8 +37,10 @@ class LayerGraph:
             return [t.clone() if id(t) in seen else t for t in function(list(given))]
 
         forward, backward = functools.partial(keep, "forward"), functools.partial(keep, "backward")
-        traced = aot_function(without_aliases, forward, backward, partition)
-        with torch.enable_grad():
+        # else each graph is printed for nobody, and each that is on the way to the last two made into code
+        logged = bool(log_state.artifact_names or log_state.log_qname_to_level or "TORCH_TRACE" in os.environ)
+        traced = aot_function(without_aliases, forward, backward, partition, enable_log=logged)
+        with torch.enable_grad(), _use_lazy_graph_module(True):
             outputs = traced(*like)
             self.differentiable = [t.requires_grad for t in outputs]  # not integers, nor outputs of no such input
             ends = [t for t in outputs if t.requires_grad]

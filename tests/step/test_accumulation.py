@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright.models.ops import partial_gradients
 from shardwright.models.ops.partial_gradients import SUFFIX
+from tests.support.cases import PLAIN_LAYERS
 from tests.support.fork_server import run
 from tests.support.quick_compile import QUICK_COMPILE
 
@@ -23,11 +24,11 @@ from tests.support.quick_compile import QUICK_COMPILE
 CASES: dict[str, tuple[str, int, dict[str, object]]] = {
     "llama_fsdp": ("llama_fsdp", 4, {}),
     "llama_fsdp without scan, 2 micro-batches": ("llama_fsdp", 2, {"scan": False}),
-    "llama_tp without remat": ("llama_tp", 4, {"remat": "none"}),
+    "llama_tp without remat": ("llama_tp", 4, PLAIN_LAYERS),
     "mixtral_ep, capacity": ("mixtral_ep", 4, {"experts": "capacity"}),
     "mixtral_ep_tp, capacity": ("mixtral_ep_tp", 4, {"experts": "capacity"}),
     "mixtral_ep, whose dropless experts are reduced every micro-batch": ("mixtral_ep", 4, {}),
-    "reduced every micro-batch": ("llama_fsdp", 4, {"reduce_gradients": "micro_batch"}),
+    "reduced every micro-batch": ("llama_fsdp", 4, {"reduce_gradients": "micro_batch", **PLAIN_LAYERS}),
 }
 LENGTH = 13  # no dimension of a parameter is a multiple of it, and every activation has one that is
 
@@ -48,12 +49,13 @@ def gradient_reductions(hlo: str) -> dict[str, int]:
 def measure(folder: Path) -> dict[str, dict[str, object]]:
     """Gradients and compiled program of every case; the process must dump its HLO to ``folder``."""
     from shardwright.xla.runtime import init_runtime
-    from tests.support.cases import make_case, relative
+    from tests.support.cases import make_case, one_layer, relative
 
     init_runtime()
     results: dict[str, dict[str, object]] = {}
     for name, (recipe, count, compute) in CASES.items():
-        case = make_case(recipe, accumulation=count, router_loss=False, **compute)
+        config = None if compute.get("scan", True) else one_layer(recipe)
+        case = make_case(recipe, config, accumulation=count, router_loss=False, **compute)
         tokens = torch.randint(0, 256, (32, LENGTH), generator=torch.Generator().manual_seed(0))
         labels = tokens.masked_fill(torch.arange(LENGTH) < torch.arange(32).unsqueeze(1) // 3, -100)
         batch = {"input_ids": tokens, "labels": labels}

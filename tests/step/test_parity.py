@@ -99,10 +99,9 @@ def test_loss_gradients_and_adamw_steps_equal_the_plain_model_in_the_code_that_a
     "compute",
     [
         {"scan": True, "remat": "none"},
-        {"scan": True, "remat": "save_matmuls"},
-        {"scan": True, "remat": 0.4},
         {"scan": False, "remat": "none"},
         {"scan": False, "remat": "full"},
+        {"scan": False, "remat": "save_matmuls"},
         {"scan": False, "remat": 0.4},
         {"experts": "dense", "scan": False, "remat": "none"},
     ],
@@ -232,8 +231,9 @@ def test_a_decoder_whose_config_says_is_decoder_false_equals_the_plain_model():
     config = GPTNeoXConfig(**SMALL, num_attention_heads=4, max_position_embeddings=64)
     assert config.is_decoder is False
     case = make_case(recipe, config)
-    check_gradients(case)
-    worst, name = after_steps(case, 3)
+    batch = make_batch(config)
+    check_equal(case.first_step(batch), case.clipped_reference_gradients(batch))
+    worst, name = after_steps(case, 3, taken=1)
     assert worst < 1e-4, f"{name} is off by {worst} after 3 steps"
 
 

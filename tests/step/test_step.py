@@ -42,13 +42,13 @@ def test_many_steps_are_one_compile_as_many_executions_and_no_transfer_but_on_lo
         name: count(name) for name in ("CompileTime", "ExecuteReplicatedTime", "ExecuteTime", "TransferFromDeviceTime")
     }
     on_host = fallbacks()
-    for step in range(1, 22):
+    for step in range(1, 10):
         case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3 / step)
-        if step % 7 == 0:
+        if step % 3 == 0:
             case.step.read_metrics()
     made = {name: count(name) - value for name, value in before.items()}
     assert made["CompileTime"] == 1
-    assert made["ExecuteReplicatedTime"] + made["ExecuteTime"] == 21
+    assert made["ExecuteReplicatedTime"] + made["ExecuteTime"] == 9
     assert made["TransferFromDeviceTime"] == 3
     assert fallbacks() == on_host
 

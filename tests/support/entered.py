@@ -43,6 +43,7 @@ def entered() -> Iterator[Functions]:
     """Notes the functions that are entered inside; what was traced or tried before is forgotten, or is missing."""
     found = Functions()
     profile = cProfile.Profile(subcalls=False, builtins=False)  # in C; a tracer in Python takes longer
+    jax.devices()  # the first such call of a process says a word of plugins, which a function of ours leaves out
     jax.clear_caches()
     facts._known.clear()
     for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.models.")]:
