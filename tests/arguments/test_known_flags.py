@@ -167,7 +167,8 @@ def test_a_spelling_is_a_hint_only_if_it_is_near(word: str, hint: str, capsys: p
     ("words", "said"),
     [
         (["--fp16"], "no option --fp16; --help lists them"),  # theirs, and of no command but a run's
-        (["--output_dir", "x"], "no option --output_dir; --help lists them"),  # a run's own
+        (["--output_dir", "x"], "no option --output_dir; did you mean '--output'? --help lists them"),  # a run's own
+        (["--learning_rate=1"], "no option --learning_rate; --help lists them"),
         (
             ["--max_seq_length=8"],
             "no option --max_seq_length; it would be --sequence_length, which this command has not; --help lists them",

@@ -200,9 +200,7 @@ def check_class(name: str) -> None:
 
     It is an ImportError, since ``from shardwright import`` keeps nothing of an AttributeError.
     """
-    kind = next(
-        (name.removesuffix(end) for end in ("Trainer", "TrainingArguments", "Config") if name.endswith(end)), ""
-    )
+    kind = re.sub(r"(Trainer|TrainingArguments|Config)\Z", "", name)
     if kind in CLASSES:
         raise ImportError(f"shardwright has no {name}; instead: {CLASSES[kind]}", name=name)
 
