@@ -28,6 +28,7 @@ THOUGHT = {"role": "assistant", "content": "<think>so</think>Because."}
 LONG = [ASKED, THOUGHT, ASKED, THOUGHT]
 RECORDS = {
     "chats": chats(400),
+    "few": chats(40),
     "more": chats(300),
     "empty_answer": [*chats(200), {"messages": [ASKED, {"role": "assistant", "content": ""}]}],
     "templated": [{"text": f"<|im_start|>user\n{i}<|im_end|>\n"} for i in range(400)],
@@ -80,7 +81,7 @@ MISTAKES: dict[str, tuple[str, dict[str, object], str]] = {
     ),
     "a stream that fills no held-out row": (
         "data",
-        {"dataset": "chats.jsonl", "sequence_length": 65536, "streaming": True},
+        {"dataset": "few.jsonl", "sequence_length": 4096, "streaming": True},
         "don't fill one row",
     ),
     "streams without weights": ("data", {"dataset": "chats.jsonl,more.jsonl", "streaming": True}, "no weights"),
