@@ -59,7 +59,7 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"sliding_window(_size)?|attention_chunk_size|window_size|attention_window_size|local_attention", 8),
     (r"(mamba_)?chunk_size|block_size", 8),
     (r"index_topk", 8),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 64),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 128),
 ]
 
 # of a config, what tells of its files

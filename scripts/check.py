@@ -39,7 +39,7 @@ def main() -> None:
     arguments = command_line.parse_args()
     arguments.model = arguments.model or arguments.named
     if arguments.model is None:
-        command_line.error("no model; name one, or a run's file with --config")
+        command_line.lacks("ID_OR_FOLDER")
     import transformers
     from rich.table import Table
 

@@ -127,12 +127,12 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     from shardwright.layout.recipe_source import recipe_source
     from shardwright.optimizers import OPTIMIZERS
     from shardwright.report.lines import Terminal, say
-    from shardwright.report.units import axes_text, size
+    from shardwright.report.units import mesh_text, size
 
     use = f"{command('train')} --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
     docstring = (
         f"{model_class}: made from its own parallel plan and shapes by {command('plan')} --recipe {AUTO}, and yours to "
-        f"edit.\n\ncommand:   {use}\nhardware:  {plan.devices} devices as {axes_text(plan.mesh)}\n"
+        f"edit.\n\ncommand:   {use}\nhardware:  {plan.devices} devices as {mesh_text(plan.mesh)}\n"
         f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and "
         f"{OPTIMIZERS[plan.optim].title} state, by {command('plan')}\n"
     )

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.report.units import mesh_text
 from tests.support.cases import RECIPES, after_steps, make_batch, make_case, relative
 
 
@@ -35,7 +36,7 @@ def main() -> None:
         ours, gradients = case.gradients(batch)
         theirs, expected = case.reference_gradients(batch)
         worst, where = relative(gradients, expected)
-        mesh = " × ".join(f"{axis}={size}" for axis, size in case.plan.mesh.items())
+        mesh = mesh_text(case.plan.mesh)
         steps = after_steps(case, 10)[0]
         table.add_row(name, mesh, f"{abs(ours - theirs) / theirs:.1e}", f"{worst:.1e}", where, f"{steps:.1e}")
     Console(width=160).print(table)

@@ -1,4 +1,4 @@
-"""Families of four structures, scanned with full remat, against the plain model; how the sweep judges and resumes.
+"""Families of five structures, scanned with full remat, against the plain model; how the sweep judges and resumes.
 
 `python scripts/measure/families.py` sweeps them all (docs/records/families.md).
 """
@@ -19,9 +19,10 @@ from tests.support.fork_server import run
 from tests.support.paths import ROOT
 
 # one of each structure that no recipe's parity has (test_parity): norms on queries and keys in dense layers; four norms
-# a layer, of which each second has a window; fused projections; transposed weights with learned positions
-STRUCTURES = ("qwen3", "gemma2", "phi3", "gpt2")
-STACKED = {"gemma2": "2 × 2"}
+# a layer, of which each second has a window; fused projections; transposed weights with learned positions; attention
+# whose result the layer views as rows, as any of transformers' own can be
+STRUCTURES = ("qwen3", "gemma2", "phi3", "gpt2", "afmoe")
+STACKED = {"gemma2": "2 × 2", "afmoe": "1 + 4 × 2"}
 
 
 def sweep(*words: str) -> str:

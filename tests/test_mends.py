@@ -280,6 +280,8 @@ OTHERS = (
     "format",
     "key_format",
     "max_shard_size",
+    "devices",
+    "help",
     "dcn",
 )  # scripts' own
 

@@ -159,12 +159,13 @@ def test_bad_input_is_one_message_and_exit_code_2_and_writes_nothing(arguments, 
     (tmp_path / "empty.txt").touch()
     places = {"CONFIG:bert": "bert.json", "CONFIG:mixtral": "mixtral.json", "EMPTY": "empty.txt"}
     filled = [str(tmp_path / places[a]) if a in places else a for a in arguments]
-    monkeypatch.setattr(sys, "argv", ["train.py", *filled, "--output_dir", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["train.py", *filled, "--output_dir", str(tmp_path / "runs" / "out")])
     assert exit_code(script.main) == 2
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.count("error:") == 1
-    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+    assert "page:" not in shown.out
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_directory_that_holds_something_is_not_written_into(tmp_path, capsys, monkeypatch):

@@ -16,11 +16,15 @@ TERMINATED = 143  # a shell's code for a program that SIGTERM ended: there was n
 LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
-# errors of the program or of what it was given; those of a device, a network or a disk, which may pass, have others
-_COMES_AGAIN = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
-    *(RecursionError, SyntaxError, TypeError, ValueError, IsADirectoryError, NotADirectoryError),
-)
+# errors that may pass: of a device (a RuntimeError), a network, a disk or the host's memory, …
+_MAY_PASS = (OSError, RuntimeError, EOFError, MemoryError, BufferError, SystemError, ReferenceError)
+# … but for these of them, and whatever packages raise that speak over a network. Any other comes again: it is of the
+# program or of what it was given.
+_COMES_AGAIN = (NotImplementedError, RecursionError, IsADirectoryError, NotADirectoryError)
+_OVER_NETWORKS = {
+    *("aiohttp", "asyncio", "botocore", "concurrent", "fsspec", "gcsfs", "google", "grpc", "httpcore", "httpx"),
+    *("huggingface_hub", "multiprocessing", "requests", "s3fs", "socket", "ssl", "urllib3"),
+}
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
@@ -94,10 +98,18 @@ def of_another_kind(name: str, value: object, wanted: str) -> UserError:
 
 def command(name: str) -> str:
     """The command ``name`` (``train``, ``plan``, …) as the user of this program would type it."""
-    folder, _ = os.path.split(sys.argv[0])
-    if os.path.realpath(folder) == os.path.realpath(_SCRIPTS):  # python scripts/plan.py, by whichever path
-        return f"python {shlex.quote(os.path.join(folder, name + '.py'))}"
+    if _of_scripts():
+        return f"python {shlex.quote(os.path.join(os.path.dirname(sys.argv[0]), name + '.py'))}"
     return f"shardwright {name}"
+
+
+def of_a_command() -> bool:
+    """Whether one of this program's commands runs, and not a user's own script."""
+    return _of_scripts() or os.path.basename(sys.argv[0]).startswith("shardwright ")
+
+
+def _of_scripts() -> bool:
+    return os.path.realpath(os.path.dirname(sys.argv[0])) == os.path.realpath(_SCRIPTS)  # by whichever path
 
 
 def without_credentials(text: str) -> str:
@@ -110,7 +122,9 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else TERMINATED
     if isinstance(error, UserError):
         return error.code
-    return BUG if isinstance(error, _COMES_AGAIN) else 1
+    passes = isinstance(error, _MAY_PASS) and not isinstance(error, _COMES_AGAIN)
+    package = type(error).__module__.partition(".")[0]
+    return 1 if passes or type(error) is Exception or package in _OVER_NETWORKS else BUG
 
 
 class Spiked(UserError):

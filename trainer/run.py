@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.arguments.run_file import RUN_FILE
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import elastic, output_folder, staging
 from shardwright.checkpoint.lineage import live_steps
@@ -41,9 +42,10 @@ from shardwright.model.lora_options import check_same, described, stored_said
 from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.next_commands import MODEL, next_commands
-from shardwright.monitoring.run_page import PAGE
+from shardwright.monitoring.run_page import LIVES, PAGE
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
+from shardwright.report.units import mesh_text
 from shardwright.step import auto_remat, train_step
 from shardwright.weights import mtp
 from shardwright.weights.adapter_weights import check_adapter
@@ -74,7 +76,8 @@ class Start:
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Hold the output folder inside the ``with``: of several hosts the first does, for all."""
-        with hosts().answerable(), output_folder.claimed_by_all(self.lock):
+        first = {*self.job.as_texts(), RUN_FILE, PAGE, LIVES}
+        with hosts().answerable(), output_folder.claimed_by_all(self.lock, first):
             yield
 
     def weights_said(self, resume: RunCheckpoint | None) -> str:
@@ -107,23 +110,24 @@ class Start:
             return self.rollbacks.prepare(error, newest)
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
-    def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``. False: a spike sent the run back to a checkpoint, and the next :meth:`open` goes on."""
-        before = self.rollbacks.back
-        try:
-            loop.train()
-        except Spiked:
-            if self.rollbacks.back is before:
-                raise
-            say(self.console, f"spike:   {self.rollbacks.why}")
-            train_step.let_go(loop.trained.model, loop.train_step)
-            return False
-        return True
+    def attempts(self, loop: TrainingLoop) -> Iterator[TrainingLoop]:
+        """Yield and train ``loop``; then, after each spike that sent the run back to a checkpoint, one that goes on."""
+        while True:
+            yield loop
+            before = self.rollbacks.back
+            try:
+                loop.train()
+                return
+            except Spiked:
+                if self.rollbacks.back is before:
+                    raise
+                say(self.console, f"spike:   {self.rollbacks.why}")
+                train_step.let_go(loop.trained.model, loop.train_step)
+            loop = self.open()
 
     def open(self) -> TrainingLoop:
         """Open devices, data and weights, and the loop on them."""
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
-        say(console, f"page:    {self.lock.folder}/{PAGE} shows the run as it goes, in a browser")
         resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, resume, console)
         say(console, f"weights: {self.weights_said(resume)}")
@@ -180,8 +184,8 @@ def train(
         with start.claimed():
             with unwinding():
                 loop = start.open()
-            while not start.trained(loop):
-                loop = start.open()
+            for attempt in start.attempts(loop):
+                loop = attempt
             _close(loop, console)
     except TransientError as error:
         if loop is None or not loop.stop.any:
@@ -360,7 +364,7 @@ def _load_data(start: Start, console: Console) -> Corpus:
 
 def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> None:
     say(console, f"devices: {runtime.init_runtime()}")
-    say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    say(console, f"mesh:    {mesh_text(job.plan.mesh)}")
     for text in filter(None, (job.copies, *plan_warnings(job.plan))):
         say(console, f"         {text}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")

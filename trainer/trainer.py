@@ -162,7 +162,8 @@ class Trainer(Outputs):
     def loop(self) -> TrainingLoop:
         """The loop on the devices, opened on first use. Nothing is written yet."""
         if self._loop is None:
-            return self._open(self._prepare(writes=False))
+            self._loop = self._prepare(writes=False).open()
+            self.args = self._loop.args
         return self._loop
 
     @property
@@ -239,9 +240,8 @@ class Trainer(Outputs):
                 )
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
         with start.claimed():
-            loop = self._loop or self._open(start)
-            while not start.trained(loop):
-                loop = self._open(start)
+            for loop in start.attempts(self._loop or start.open()):
+                self._loop, self.args = loop, loop.args
         if self._given.model is not None and loop.job.lora is None:
             loop.trained.into(self._given.model)
         metrics = next((entry for entry in reversed(loop.state.log_history) if "train_runtime" in entry), {})
@@ -311,11 +311,6 @@ class Trainer(Outputs):
         self._start = prepare(self.args, self._given, self._callbacks, self.console, writes=writes)
         self.args = self._start.job.args
         return self._start
-
-    def _open(self, start: Start) -> TrainingLoop:
-        self._loop = start.open()
-        self.args = self._loop.args
-        return self._loop
 
     def _rows(self, records: Any) -> StoredRows:
         loop = self.loop  # sets _start

@@ -166,7 +166,7 @@ class Attention:
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
             if query.device.type == "xla":
-                return ring.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
+                return ring.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2).contiguous(), None
             count = self.layout.sequence_shards
             query, key, value = (pieces.from_pieces(t, count, 2) for t in (query, key, value))
             segment_ids = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
@@ -174,7 +174,8 @@ class Attention:
         if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
-        return splash.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
+        # contiguous as of transformers' own functions: some layers view the result as rows
+        return splash.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2).contiguous(), None
 
 
 def _bound(masked: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

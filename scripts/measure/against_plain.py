@@ -33,7 +33,7 @@ from shardwright.xla.batch import place_batch
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import init_runtime
 
-DEVICES, ROWS, LENGTH = 8, 8, 32
+DEVICES, ROWS, LENGTH = 8, 8, 128
 DTYPE: str | None = None  # of the compute; None: the devices' own
 
 Tensors = dict[str, torch.Tensor]

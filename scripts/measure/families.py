@@ -4,9 +4,10 @@ python scripts/measure/families.py --write docs/records/families.md   what has n
 python scripts/measure/families.py --only gemma2,qwen3_moe --again all
 python scripts/measure/families.py --again failed          what did not pass, anew
 
-8 virtual devices, 8 rows of 32 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. (Rows
-so short XLA runs one operation after another on each device; a longer one is in tests/step/test_parity.py.) Compared
-are the loss and the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless.
+8 virtual devices, 8 rows of 128 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. In
+rows of that length XLA runs operations of a device beside each other, so that devices wait for one another in more than
+one place. Compared are the loss and the gradient of every parameter, with those of transformers' own model: eager,
+unsharded, dropless.
 Each family is a process of its own, with a limit of time and memory. Results are kept in a file, a JSON object a line,
 under the version of the code. Every size is shrunk here; tests/model/test_real_configs.py reads the config.json of
 published models and plans one of each type.
@@ -46,7 +47,7 @@ python scripts/measure/families.py --write docs/records/families.md
 |---|---|
 | date, code | {dates}: {versions} |
 | passed | {totals} |
-| run | 8 virtual devices, 8 rows of 32 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. Rows so short XLA runs one operation after another on each device; a longer one is in tests/step/test_parity.py |
+| run | 8 virtual devices, 8 rows of 128 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. At that length XLA runs operations of a device beside each other, so that devices wait for one another in more than one place |
 | compared | the loss and the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless |
 | sizes | every one is shrunk; tests/model/test_real_configs.py reads the config.json of published models and plans one of each type |
 | layers | how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs what stands before a `×` |

@@ -26,7 +26,7 @@ from rich.console import Console
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
-from shardwright.report.units import axes_text
+from shardwright.report.units import mesh_text
 from shardwright.scripts.measure.tables import markdown
 from shardwright.scripts.measure.tpu_rows import TABLES
 
@@ -142,7 +142,7 @@ def _cells(report: Report) -> dict[str, str]:
     estimate, host = report["estimate"], report["host_temp_bytes"] / GIB
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
     cells = {
-        "mesh": axes_text(report["mesh"]),
+        "mesh": mesh_text(report["mesh"]),
         "HBM, GiB": f"{report['required_bytes'] / GIB:.1f}",
         "temporaries": f"{report['temp_bytes'] / GIB:.2f}" + (f" + {host:.1f} host" if host else ""),
         _COMPILE: f"{report['compile_seconds']:.0f}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -91,7 +93,7 @@ def test_several_dataclasses_share_one_command_line():
         (["--text-colum", "x"], "no option --text-colum; did you mean '--text-column'? --help lists them"),
         (["--compile_onl"], "no option --compile_onl; did you mean '--compile_only'? --help lists them"),
         (["--zzz"], "no option --zzz; --help lists them"),
-        (["stray"], "'stray' stands behind no option; --help lists them"),
+        (["stray"], "'stray' stands behind no option\n  why not: each value stands behind the name of its option\n"),
         (["--steps=--"], "error: --steps: '--' is no value"),
         (["--text_column=--"], "error: --text_column: '--' is no value"),
         (["--text_colum=two words"], "no option --text_colum; did you mean '--text_column'? --help lists them"),
@@ -113,6 +115,27 @@ def test_a_misspelt_option_is_named_before_a_missing_one_is_asked_for(capsys):
         assert ended.value.code == 2
         assert f"no option {words[0]}; did you mean '--recipe'?" in capsys.readouterr().err
     assert parser.parse_args(["--recipe", "x"]).recipe == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "lacking", "offered"),
+    [
+        ("check", [], "ID_OR_FOLDER", "[options] ID_OR_FOLDER, or a run's file with --config"),
+        ("compare", [], "RUN", "[options] RUN"),
+        ("evaluate", ["nosuch"], "--model, --tasks", "--model TEXT --tasks TEXT [options]"),
+        ("export", ["nosuch"], "--checkpoint, --output", "--checkpoint CHECKPOINT --output OUTPUT [options]"),
+        ("plan", [], "--recipe", "--recipe RECIPE [options], or a run's file with --config"),
+        ("port", [], "FILE", "[options] FILE"),
+    ],
+)
+def test_a_command_says_what_it_lacks_in_four_parts(name, words, lacking, offered, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"shardwright.scripts.{name}").main()
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {name}.py\n  found:   no {lacking}\n  why not: ")
+    assert f"instead: {name}.py {offered}" in shown
 
 
 def test_words_behind_two_dashes_are_no_options():

@@ -98,6 +98,16 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     (tmp_path / "sft.yaml").write_text(mixed)
     (tmp_path / "train.sh").write_text("trl sft --config sft.yaml")
     assert ported(read_published(str(tmp_path / "train.sh"))).options["dataset"] == "a/b:en:0.75,c/d:0.25"
+    for more, dataset, lost in (
+        ("mix_strategy: interleave_over\ninterleave_probs: 0.7,0.3", "a/b:0.7,c/d.jsonl:0.3", set()),
+        ("mix_strategy: interleave_under", "a/b:1,c/d.jsonl:1", set()),
+        ("mix_strategy: concat", "a/b,c/d.jsonl", set()),
+        ("mix_strategy: interleave_over\ninterleave_probs: '1'", "a/b,c/d.jsonl", {"mix_strategy", "interleave_probs"}),
+    ):
+        (tmp_path / "train.yaml").write_text(f"stage: sft\ndataset: a/b, c/d.jsonl\n{more}\n")
+        found = ported(read_published(str(tmp_path / "train.yaml")))
+        assert found.options["dataset"] == dataset
+        assert {each.name for each in found.outcomes if each.kind == MISSING} == lost
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 

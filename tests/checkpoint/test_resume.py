@@ -317,7 +317,7 @@ def test_a_run_whose_log_can_not_be_written_trains_saves_and_ends_as_it_would(li
         reader = subprocess.Popen(["head", "-n", "1", str(log)], stdout=subprocess.PIPE, text=True)
     assert lives.run(log, *arguments(place, output)) == 0
     if nowhere != "a full disk":
-        assert reader.communicate()[0].startswith("page: ")
+        assert reader.communicate()[0].startswith("devices: ")
     assert whole_steps(Folder(output)) == whole_steps(Folder(whole))
     assert losses(output) == losses(whole)
     assert same_weights(output, whole)

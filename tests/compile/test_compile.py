@@ -65,7 +65,10 @@ def test_what_cant_be_is_one_message_and_exit_code_2_before_anything_is_compiled
         r"none.*is no folder": [*good, "--json", str(tmp_path / "none" / "report.json")],
         r"no option --topolgy; did you mean '--topology'": [*good, "--topolgy", "v5e:2x4"],
         r"'garbage'": [*good, "--compiler_options", "garbage"],
-        r"--slices 1": [*good, "--slices", "0"],
+        r"--slices 0.*--slices 1": [*good, "--slices", "0"],
+        r"--compile_timeout 3600": [*good, "--compile_timeout", "0"],
+        # as a run on them says: tests/xla/test_mesh.py
+        r"--mesh data=2,fsdp=8, a copy of the model on each slice": [*good, "--slices", "2"],
         r"attention=shardwright": [*good, "--isolate_documents", "--compute", "attention=sdpa"],
         r"did you mean 'llama_fsdp'": ["--recipe", "lama_fsdp", "--topology", "v5e:2x4"],
     }
@@ -175,12 +178,13 @@ def check_page(html: str) -> None:
 @pytest.mark.slow
 def test_a_step_over_two_slices_tells_what_goes_between_them(cache: Path) -> None:
     page, data = cache / "slices.html", cache / "slices.json"
-    words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x2", "--slices", "2", "--only_train_step"]
+    words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x2", "--slices", "2", "--mesh", "data=2,fsdp=4"]
+    words += ["--only_train_step"]
     done = run("compile.py", *words, "--report", str(page), "--json", str(data), cache=cache)
     assert done.returncode == 0, done.stderr
     assert "2 slices of v5e:2x2, 8 chips" in done.stdout
     report = json.loads(data.read_text())
-    assert (report["slices"], report["devices"], report["mesh"]) == (2, 8, {"fsdp": 8})
+    assert (report["slices"], report["devices"], report["mesh"]) == (2, 8, {"data": 2, "fsdp": 4})
     assert {line["network"] for line in report["collectives"]} == {"ici", "dcn"}
     assert report["roofline"]["dcn"] > 0
 

@@ -16,7 +16,9 @@ from shardwright.data.corpus import Corpus
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.record_sources import locate
 from shardwright.errors import UserError
+from shardwright.files.folder import StorageError
 from shardwright.objectives.objective import text_shape
+from tests.support.faults import ERRORS
 from tests.support.small_hub import write_hub_cache
 from tests.support.texts import (
     BAD,
@@ -216,14 +218,35 @@ def test_a_folder_that_changes_while_it_is_looked_through_is_no_error(tmp_path, 
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text("text")
-    is_file = os.path.isfile
+    real = Path.stat
 
-    def vanishing(path):
-        found = is_file(path)
+    def vanishing(path, **options):
+        found = real(path, **options)
         for name in ("a", "b", "c"):
-            if Path(path).parent.name != name:
+            if path.name == "x.txt" and path.parent.name != name:
                 shutil.rmtree(tmp_path / name, ignore_errors=True)
         return found
 
-    monkeypatch.setattr(os.path, "isfile", vanishing)
+    monkeypatch.setattr(Path, "stat", vanishing)
     assert len(locate(str(tmp_path)).files) == 1
+
+
+@pytest.mark.parametrize("call", ["stat", "scandir"])
+@pytest.mark.parametrize("fault", ERRORS.values(), ids=ERRORS)
+def test_a_part_of_a_folder_that_can_not_be_looked_at_is_an_error_and_never_left_out(
+    tmp_path, monkeypatch, call, fault
+):
+    for name in ("a.txt", "inner/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    real, fails = getattr(os, call), {"stat": "a.txt", "scandir": "inner"}[call]
+
+    def failing(path=".", *args, **options):
+        if str(path).endswith(fails):
+            raise OSError(fault, os.strerror(fault), str(path))
+        return real(path, *args, **options)
+
+    assert sorted(locate(str(tmp_path)).files) == ["a.txt", "inner/b.txt"]
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(StorageError, match=os.strerror(fault)):
+        locate(str(tmp_path))

@@ -171,6 +171,22 @@ def test_tools_and_calls_reach_the_template_without_the_nulls_that_arrow_adds() 
     assert "null" not in tokenizer.decode(sample.tokens).replace(json.dumps(tools), "")
 
 
+@pytest.mark.parametrize(
+    ("written", "content", "expected"),
+    [
+        ("{{ m.content if m.content is defined else 'no word' }}", {"content": None}, "no word"),
+        ("{{ m.content if m.content is defined else 'no word' }}", {}, "no word"),
+        ("{{ m.content if m.content is defined else 'no word' }}", {"content": ""}, ""),
+        ("{{ '' + m.content }}", {"content": None}, ""),  # DeepSeek-V3's, which fails without content
+    ],
+)
+def test_calls_without_content_are_written_as_the_template_writes_them(written, content, expected) -> None:
+    template = CHATML.replace("{{ m.content }}", written + "{{ m.tool_calls | tojson if m.tool_calls }}")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    found = answers({"messages": [CHAT[0], {"role": "assistant", **content, "tool_calls": [call]}]}, template)
+    assert found == [f"{expected}{json.dumps([call])}<|im_end|>"]
+
+
 # ---- other shapes ----
 
 

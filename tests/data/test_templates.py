@@ -98,6 +98,9 @@ def test_a_name_is_one_of_a_tokenizers_own_templates_and_a_folder_gives_its_toke
     assert made.eos_token == "<|im_end|>"
     several.save_pretrained(tmp_path / "several")
     byte_tokenizer(None).save_pretrained(tmp_path / "none")
+    shipped = with_chat_template(byte_tokenizer(None), "qwen2_5")  # by trl
+    assert "You are Qwen" in shipped.chat_template
+    assert shipped.eos_token == "<|im_end|>"
     assert with_chat_template(byte_tokenizer(None), str(tmp_path / "several")).chat_template == LLAMA
     with pytest.raises(UserError, match="no chat template") as refused:
         with_chat_template(several, str(tmp_path / "none"))

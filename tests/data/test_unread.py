@@ -24,6 +24,8 @@ from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples import template_trial
 from shardwright.data.samples.samples import Encoder, SampleOptions
 from shardwright.errors import UserError
+from shardwright.objectives.distill import TAUGHT
+from shardwright.objectives.kto import LABELLED
 from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.pairs import PAIRS
 from shardwright.objectives.sft import SHAPES
@@ -89,6 +91,17 @@ RECORDS: dict[str, tuple[RecordShape, dict[str, Any]]] = {
     "pair without a prompt": (PAIRS, {"chosen": ASKED + " Good day!", "rejected": ASKED + " Go away", "score": 1}),
     "pair of messages": (PAIRS, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS, **OPTIONS}),
     "pair of chats": (PAIRS, {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], **EXTRA}),
+    "labelled": (LABELLED[0], {"prompt": "Two and two? ", "completion": "4.", "label": True, "tools": TOOLS, **EXTRA}),
+    "labelled messages": (LABELLED[0], {"prompt": [USER], "completion": [GOOD], "label": False, **EXTRA}),
+    "tagged": (LABELLED[1], {"prompt": [USER], "completion": [THOUGHT], "kto_tag": True, "label": 1, **OPTIONS}),
+    "labelled chat": (LABELLED[2], {"messages": [USER, THOUGHT], "label": True, "system": "Be brief.", **OPTIONS}),
+    "tagged chat": (LABELLED[3], {"messages": [USER, CALLING, RESULT, THOUGHT], "kto_tag": 0, "tools": TOOLS}),
+    "taught": (
+        TAUGHT,
+        {"input_ids": [5, 6, 7, 8, 0], "labels": [-100, 6, 9, 8, 0], "attention_mask": [1, 1, 1, 1, 0]}
+        | {"completion_mask": [0, 0, 1, 1, 0], "token_type_ids": [0] * 5, "score": 2}
+        | {"teacher_ids": [[1, 2]] * 5, "teacher_logprobs": [[-0.5, -1.5]] * 5},
+    ),
 }  # fmt: skip
 
 RENDERED = ["plain", "turns", "tools", "conversations", "completion of messages", "instruction", "pair of messages"]
@@ -207,4 +220,4 @@ def test_whatever_stands_in_a_field_makes_a_sample_or_a_bad_record(template: str
 def test_a_column_of_records_without_messages_is_named_if_and_only_if_it_has_no_effect() -> None:
     tried, wrong = disagreements("chatml", RECORDS.keys() - RENDERED)
     assert not wrong
-    assert tried > 20
+    assert tried > 60

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.errors import UserError
 from shardwright.files.folder import TEMPORARY, Folder, StorageError
-from tests.support.faults import Faults, faults_of
+from tests.support.faults import ERRORS, Faults, faults_of
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
@@ -135,7 +135,7 @@ def test_a_folder_is_filled_whole_or_stays_as_it_was_whatever_fails(tmp_path, mo
     assert folder.names() == ["config.json", "model.safetensors", "templates"]
     operations, failed = faults.operations(), 0
     for at in operations:
-        for fault in faults_of(at, "ENOSPC"):
+        for fault in faults_of(at, *ERRORS):
             folder.remove()
             with contextlib.suppress(StorageError), faults.watching(at, fault):
                 fill(folder)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import builtins
+import csv
 import functools
 import itertools
 import os
+import pickle
+import struct
 import subprocess
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import aiohttp
+import botocore.exceptions
+import jinja2
+import jsonschema
+import pyarrow as pa
 import pytest
+import safetensors
+import urllib3
 import yaml
+from huggingface_hub.errors import HfHubHTTPError
 
 from shardwright.errors import BUG, INTERRUPTED, LOST, PREEMPTED, exit_code_of
 from shardwright.hosts.output_streams import exit_code
@@ -184,6 +196,19 @@ def test_an_error_of_python_that_comes_again_is_never_restarted_and_one_that_may
         may_pass = kind in passing or issubclass(kind, ConnectionError) or kind.__module__ != "builtins"
         assert code == (1 if may_pass else BUG), kind
         assert may_pass or not any(rule(code) for rule in RULES.values()), kind
+
+
+# errors that libraries derive from Exception alone
+OF_LIBRARIES = (
+    *(jinja2.TemplateError, safetensors.SafetensorError, yaml.YAMLError, struct.error, zlib.error, csv.Error),
+    *(pickle.UnpicklingError, pa.ArrowException, jsonschema.ValidationError),
+)
+OVER_A_NETWORK = (botocore.exceptions.ClientError, aiohttp.ClientError, urllib3.exceptions.HTTPError, HfHubHTTPError)
+
+
+def test_an_error_of_a_library_comes_again_unless_it_speaks_over_a_network():
+    for kinds, code in ((OF_LIBRARIES, BUG), (OVER_A_NETWORK, 1)):
+        assert {kind: exit_code_of(kind.__new__(kind)) for kind in kinds} == dict.fromkeys(kinds, code)
 
 
 def test_such_an_error_ends_a_script_with_its_traceback_and_code(capsys):

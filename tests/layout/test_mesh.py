@@ -20,11 +20,13 @@ def test_an_axis_has_ici_times_dcn_devices():
 
 
 def test_copies_lie_on_slices_each_where_no_factor_says_otherwise():
-    assert Mesh(data=4, fsdp=-1).over_slices(2) == Mesh(data=2, fsdp=-1, dcn={"data": 2})
-    assert Mesh(data=-1, fsdp=4).over_slices(2).sizes(16) == {"data": 4, "fsdp": 4}
-    for mesh in (Mesh(fsdp=-1), Mesh(data=3, fsdp=-1), Mesh(data=2, fsdp=2, dcn={"fsdp": 2})):
-        assert mesh.over_slices(2) is mesh
-    assert (mesh := Mesh(data=2, fsdp=-1)).over_slices(1) is mesh
+    assert Mesh(data=4, fsdp=-1).over_slices(2, 8) == Mesh(data=2, fsdp=-1, dcn={"data": 2})
+    assert Mesh(data=-1, fsdp=4).over_slices(2, 16).sizes(16) == {"data": 4, "fsdp": 4}
+    assert (mesh := Mesh(data=2, fsdp=2, dcn={"fsdp": 2})).over_slices(2, 8) is mesh
+    assert (mesh := Mesh(data=2, fsdp=-1)).over_slices(1, 8) is mesh
+    for mesh in (Mesh(fsdp=-1), Mesh(data=3, fsdp=-1)):
+        with pytest.raises(UserError, match="form 2 slices"):
+            mesh.over_slices(2, 12)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,6 @@ def test_copies_lie_on_slices_each_where_no_factor_says_otherwise():
         (Mesh(fsdp=-1, expert=3), 8, "--mesh fsdp=-1,expert=4, or --mesh fsdp=-1,expert=2"),
         (Mesh(data=1, fsdp=-1, tensor=4, dcn={"data": 4}), 8, "--mesh data=1,fsdp=-1,tensor=2"),
         (Mesh(data=1, fsdp=2, dcn={"data": 4}), 6, "Mesh(data=1, fsdp=3, dcn={'data': 2})"),
-        (Mesh(fsdp=4), 0, "--mesh fsdp=1"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(mesh, devices, fits):
@@ -43,6 +44,13 @@ def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(mesh, devices, f
         mesh.sizes(devices)
     assert error.value.instead.startswith(fits + ",")
     assert str(devices) in error.value.asked
+
+
+@pytest.mark.parametrize("devices", [0, -1])
+def test_a_number_of_devices_that_is_no_count_is_refused(devices):
+    with pytest.raises(UserError, match=f"--devices {devices}\n") as error:
+        Mesh(fsdp=-1).sizes(devices)
+    assert error.value.instead == "--devices 8"
 
 
 @pytest.mark.parametrize("size", [0, -2, 2.0, True, "4"])

@@ -15,6 +15,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.recipe import Compute, Recipe, matches
+from tests.support.paths import ROOT
 
 SHIPPED = [
     "deepseek_v3_ep",
@@ -61,10 +62,20 @@ def test_a_recipe_of_ones_own_loads_by_path_and_is_named_after_its_file(tmp_path
     assert (found.name, found.batch, found.parameters["weight"]) == ("mine", ("fsdp",), {"fsdp": Shard(0)})
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():
+@pytest.mark.parametrize(
+    ("name", "program", "meant"),
+    [
+        ("mixtral_pe", "mine.py", "did you mean 'mixtral_ep'? "),
+        ("nosuch", "mine.py", 'output_dir="nosuch", if it is the folder to write into; or '),
+        ("nosuch", "shardwright train", ""),
+        ("nosuch", str(ROOT / "scripts/train.py"), ""),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_and_the_list(name, program, meant, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program])
     with pytest.raises(UserError) as error:
-        load_recipe("mixtral_pe")
-    assert error.value.instead == f"did you mean 'mixtral_ep'? one of: auto, {', '.join(SHIPPED)}"
+        load_recipe(name)
+    assert error.value.instead == f"{meant}one of: auto, {', '.join(SHIPPED)}; or the path of a .py file"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardwright.arguments.adapter_options import PACKED
 from shardwright.models.adapters.packings.registry import PACKINGS, Packing, Weight
+from tests.support.paths import ROOT
 
 INT8, FP8, FP8_ROWS, MXFP4, NF4 = (PACKINGS[word] for word in ("int8", "fp8", "fp8_rows", "mxfp4", "nf4"))
 # of a [2, 64] weight in bfloat16, (i * 37 % 101 - 50) / 32 for i = 0, 1, …; bitsandbytes 0.50.2 on a CPU,
@@ -32,8 +33,12 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_option_knows_the_words_of_all_packings():
+def test_the_option_knows_the_words_of_all_packings_and_the_page_what_packing_again_makes_of_each():
     assert list(PACKINGS) == PACKED
+    page = (ROOT / "docs/adapters.md").read_text(encoding="utf-8")
+    rows = {word: row for row in page.splitlines() for word in PACKINGS if row.startswith(f"| `{word}` |")}
+    for word, packing in PACKINGS.items():
+        assert rows[word].endswith("| as `fp8` |" if word == "fp8_rows" else f"| {packing.again} |")
 
 
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.lora_options import stored_said
 from shardwright.models.adapters.lora import base_of
 from shardwright.models.adapters.packings.registry import PACKINGS, SCALE
 from shardwright.models.layers.decoder_layers import DecoderLayers
@@ -114,6 +115,10 @@ def test_same_is_the_checkpoints_own_packing_of_its_own_weights(tmp_path: Path):
     packed = {entry.name for entry in job.plan.parameters if entry.packed is not None}
     assert {name.rpartition(".")[2] for name in packed} == {"gate_up_proj", "down_proj"}
     assert {job.plan[name].packed.packing for name in packed} == {PACKINGS["mxfp4"]}
+    said = (
+        "in MXFP4 as published, but read and packed again: the same values (4.25 bits a weight), all else in bfloat16"
+    )
+    assert stored_said(job.facts, job.plan, job.args) == said
     with pytest.raises(UserError, match="a checkpoint that is plain"):
         job_of("gpt_oss_ep", lora_r=4, base_dtype="same")
 

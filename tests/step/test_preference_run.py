@@ -104,9 +104,19 @@ def test_a_run_that_lost_what_the_first_weights_said_is_refused(folder: Path, wh
     (folder / "lost" / reference_rows.FILE).unlink()
     with pytest.raises(UserError, match="the weights are trained by now"):
         run(folder, "lost", resume_from_checkpoint="latest")
-    (folder / "lost" / reference_rows.FILE).write_bytes((folder / "whole" / reference_rows.FILE).read_bytes()[:99])
-    with pytest.raises(UserError, match="the weights are trained by now"):
-        run(folder, "lost", resume_from_checkpoint="latest")
+    written = (folder / "whole" / reference_rows.FILE).read_bytes()
+    of_other_rows = written.replace(b'"heldout":"', b'"heldout":"1', 1)
+    length = int.from_bytes(written[:8], "little")
+    of_other_rows = (length + 1).to_bytes(8, "little") + of_other_rows[8:]
+    damages = {
+        written[:99]: "Error",
+        written[:-1] + bytes([written[-1] ^ 1]): "their checksum is another",
+        of_other_rows: "heldout rows of other data: 1",
+    }
+    for damaged, said in damages.items():
+        (folder / "lost" / reference_rows.FILE).write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{said}.*\n.*the weights are trained by now"):
+            run(folder, "lost", resume_from_checkpoint="latest")
 
 
 def test_sets_of_pairs_that_have_names_and_prompts_that_are_answered(folder: Path) -> None:

@@ -15,11 +15,11 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_type_hints
 
 from shardwright.arguments.help_page import ALL, HelpAction, HelpFormatter, group_of, in_brief, shown_as
-from shardwright.arguments.known_flags.flag_words import in_ours, refusal
+from shardwright.arguments.known_flags.flag_words import STRAY, in_ours, refusal
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome
 from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS, kind_of
 from shardwright.arguments.run_file import HELP, OPTION, with_files
-from shardwright.errors import command, did_you_mean
+from shardwright.errors import UserError, command, did_you_mean
 
 # argparse's own words → plainer ones (semi-private: CPython's Lib/argparse.py, Python 3.11 to 3.13)
 _PLAINER = (
@@ -28,6 +28,7 @@ _PLAINER = (
     (r"invalid float value: ('.*')", r"\1 is no number, such as 0.1 or 2e-5"),
     (r"expected one argument", "a value is missing behind it"),
 )
+_REQUIRED = "the following arguments are required: "  # argparse's, too
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,6 +118,9 @@ class Parser(argparse.ArgumentParser):
         if len(refused) > 1:
             each = "".join(f"\n  {line.rstrip(';')}" for line in lines)
             text = f"{len(refused)} options that this command can't take:{each}\n--help lists those that it can"
+        elif lines[0].endswith(STRAY):
+            found, why = lines[0].rstrip(";"), "each value stands behind the name of its option"
+            self._end(f"{self.prog} … {refused[0].name}", found, why, "--help lists them")
         else:
             text = lines[0] + (" --help lists them" if refused[0].kind == NO_OPTION else "")
         self.exit(2, f"{self.prog}: error: {text}\n")
@@ -125,7 +129,18 @@ class Parser(argparse.ArgumentParser):
         """Ends the command with what is wrong, without the usage, whose hundred options would hide it."""
         for pattern, words in _PLAINER:
             message = re.sub(pattern, words, message)
+        if lacking := message.partition(_REQUIRED)[2]:
+            self.lacks(lacking)
         self.exit(2, f"{self.prog}: error: {message}; --help lists what it takes\n")
+
+    def lacks(self, names: str) -> NoReturn:
+        """Ends the command for want of the arguments of these ``names``."""
+        file = f", or a run's file with {OPTION}" if self._takes_run_file else ""
+        instead = f"{self._usage()}{file}; --help lists what it takes"
+        self._end(self.prog, f"no {names}", "it has no default", instead)
+
+    def _end(self, asked: str, found: str, why: str, instead: str) -> NoReturn:
+        self.exit(2, f"error: {UserError(asked=asked, found=found, why=why, instead=instead)}\n")
 
     @property
     def _of_run(self) -> bool:

@@ -47,8 +47,8 @@ class DataArguments(Checked):
     chat_template: str | None = option(
         None,
         "Write chats by this template in place of the tokenizer's: `chatml`, a file in Jinja, the folder or hub id of "
-        "a tokenizer that has it, or a name of the tokenizer's own (`tool_use`). It is kept with the model, and the "
-        "word that ends a turn ends a generation.",
+        "a tokenizer that has it, a name of the tokenizer's own (`tool_use`), or of those that trl ships, where it is "
+        "installed (`qwen3`). It is kept with the model, and the word that ends a turn ends a generation.",
     )
     split_special_tokens: bool | None = option(
         None,

@@ -32,7 +32,8 @@ class ModelArguments(Checked):
     from_scratch: bool = option(False, "Start from random weights although --model is a hub id or a folder.")
     tokenizer: str | None = option(
         None,
-        "Hub id or folder of a tokenizer. Default: the one with --model's weights, else a BPE trained on the dataset.",
+        "Hub id or folder of a tokenizer. Default: the one with --model's weights, which is needed then; with random "
+        "weights and none beside their config, a BPE trained on the dataset.",
     )
     mesh: str | None = option(
         None,

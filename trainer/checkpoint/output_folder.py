@@ -3,11 +3,11 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import TransientError, UserError
 from shardwright.files.folder import Folder, StorageError, UnwrittenFolder
 from shardwright.files.lock import LOCK, FolderLock
 from shardwright.hosts.hosts import hosts
@@ -47,17 +47,21 @@ def _free(folder: Folder) -> str:
 
 
 @contextlib.contextmanager
-def claimed_by_all(lock: FolderLock) -> Iterator[None]:
-    """Hold ``lock`` inside the ``with``: of several hosts the first does, and all see the folder; raises UserError."""
+def claimed_by_all(lock: FolderLock, first: Collection[str] = ()) -> Iterator[None]:
+    """Hold ``lock`` inside the ``with``: of several hosts the first does, and all see the folder; raises UserError.
+
+    After a refusal inside the ``with`` the folder is as it was, unless more than ``first`` was written: the names of
+    the files that a run leaves before it has learned anything.
+    """
     with contextlib.ExitStack() as held:
-        hosts().once(lambda: _claim(lock, held))
+        hosts().once(lambda: _claim(lock, held, first))
         hosts().together(lambda: _check_shared(lock.folder))
         yield
 
 
-def _claim(lock: FolderLock, held: contextlib.ExitStack) -> None:
+def _claim(lock: FolderLock, held: contextlib.ExitStack, first: Collection[str]) -> None:
     try:
-        held.enter_context(lock)
+        held.enter_context(_as_it_was(lock, first))
     except StorageError as error:
         raise StorageError(  # still transient: the folder may come back to a run that had it before
             asked=f"--output_dir {lock.folder}",
@@ -65,6 +69,30 @@ def _claim(lock: FolderLock, held: contextlib.ExitStack) -> None:
             why="the run writes its model and its log there",
             instead="a folder that this user may write to",
         ) from None
+
+
+@contextlib.contextmanager
+def _as_it_was(lock: FolderLock, first: Collection[str]) -> Iterator[None]:
+    """Hold ``lock``; after a refusal the folder is as it was, unless more than ``first`` was written."""
+    folder, path = lock.folder, Path(str(lock.folder)).absolute()
+    before = {*folder.names(), LOCK}
+    absent = [] if folder.remote else [each for each in (path, *path.parents) if not os.path.exists(each)]
+    try:
+        with lock:
+            try:
+                yield
+            except UserError as error:
+                with contextlib.suppress(StorageError):  # what is told is the refusal
+                    written = set(folder.names()) - before
+                    if not isinstance(error, TransientError) and written <= {*first} and not before & {*first}:
+                        for name in written:
+                            folder.remove_file(name)
+                raise
+    except UserError:
+        with contextlib.suppress(OSError):  # another has come, or there is more in it
+            for each in absent:
+                each.rmdir()
+        raise
 
 
 def output_folder(args: TrainingArguments) -> Folder:

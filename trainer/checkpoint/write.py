@@ -123,7 +123,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         steps = steps_in(self.output)
         stay = steps  # all of them if the lineage is damaged: each may be the run's
         with suppress_damage():
-            stay = [step for step in noted_steps(self.output) if own is None or step > own.step]
+            stay = noted_steps(self.output)
         for step in steps:
             folder = folder_of(self.output, step)
             if step not in stay and not manifest.is_whole(folder) and (trash := manifest.make_room(folder)):

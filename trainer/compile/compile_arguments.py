@@ -48,4 +48,6 @@ class CompileArguments(Checked):
 
     def __post_init__(self) -> None:
         check_values(self)
+        self.at_least(1, "a run takes place on at least one slice", "slices")
+        self.at_least(1, "a compile takes seconds to minutes", "compile_timeout", instead=3600)
         self.at_least(0, "it is the minutes that a search may take, and 0 is no search", "tune", instead=60)

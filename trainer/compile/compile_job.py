@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -79,15 +78,14 @@ class CompileJob:
     def compile(self) -> CompileReport:
         """Lowers and compiles the train step and, if it fits, the run's other graphs, unless the cache has them.
 
-        Raises UserError without a libtpu, or if the compiler failed.
+        Raises UserError without a libtpu, for a mesh that can't lie on the slices, or if the compiler failed.
         """
         job, options, where = self.job, self.options, self.where
         crossed = [axis for name in job.facts.experts[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
-        dcn = job.recipe.mesh.over_slices(where.slices).dcn
         target = CompileTarget(
             topology=where.name,
             slices=where.slices,
-            dcn=dcn if math.prod(dcn.values()) > 1 else None,
+            dcn=job.recipe.mesh.over_slices(where.slices, where.devices).dcn,
             flags=self.flags,
             timeout=options.compile_timeout,
             libtpu=options.libtpu,

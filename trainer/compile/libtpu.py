@@ -42,7 +42,7 @@ class CompileTarget:
 
     topology: str  # libtpu's name of a slice, `v5p:4x4x4`
     slices: int = 1
-    dcn: dict[str, int] | None = None  # mesh axis → number of slices that it spans; None: the outermost span them
+    dcn: dict[str, int] = field(default_factory=dict)  # mesh axis → number of slices that it spans, if not 1
     flags: dict[str, str] = field(default_factory=dict)  # by name without dashes; those in LIBTPU_INIT_ARGS hold too
     timeout: float = 3600.0  # seconds of wall time after which the compiler is killed
     libtpu: str | None = None  # as `find_library` takes it
@@ -57,12 +57,12 @@ def compile_for(
         UserError: unknown topology; axes that don't fit the slices; no libtpu; the compiler failed or took too long.
     """
     where = find_topology(target.topology, target.slices)
-    factors = _dcn_factors(lowered.mesh, target)
+    _check_slices(lowered.mesh, target)
     request = {
         "arguments": [(sharding_text(lowered.mesh, a.spec), a.output) for a in lowered.arguments],
         "outputs": [sharding_text(lowered.mesh, spec) for spec in lowered.outputs],
         "mesh": list(lowered.mesh.values()),
-        "dcn": [factors.get(axis, 1) for axis in lowered.mesh],
+        "dcn": [target.dcn.get(axis, 1) for axis in lowered.mesh],
         "topology": where.libtpu(),
         "flags": sorted(target.flags.items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
@@ -73,7 +73,7 @@ def compile_for(
         _compile(lowered, request, target, folder, library)
     result, *texts = (folder / name for name in _NAMES)
     hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
-    return make_report(lowered, where, json.loads(result.read_text()), hlo, buffers, expected or Expected(), factors)
+    return make_report(lowered, where, json.loads(result.read_text()), hlo, buffers, expected or Expected(), target.dcn)
 
 
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
@@ -84,14 +84,8 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     return str(sharding._to_xla_hlo_sharding(len(spec)))  # semi-private: jax/_src/named_sharding.py, jax 0.7.1
 
 
-def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
-    """Mesh axis → number of slices that it spans; by default the outermost axes, which communicate least, span them."""
+def _check_slices(mesh: dict[str, int], target: CompileTarget) -> None:
     dcn, slices = target.dcn, target.slices
-    if dcn is None:
-        dcn, left = {}, slices
-        for axis, size in mesh.items():
-            dcn[axis] = math.gcd(size, left)
-            left //= dcn[axis]
     divides = all(axis in mesh and mesh[axis] % factor == 0 for axis, factor in dcn.items())
     if not divides or math.prod(dcn.values()) != slices:
         raise UserError(
@@ -100,7 +94,6 @@ def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
             why="the axes' factors over slices must divide them and multiply to the number of slices",
             instead=f"an outer axis whose size is a multiple of {slices}, and dcn={{axis: {slices}}}",
         )
-    return dcn
 
 
 def _key(lowered: LoweredGraph, request: dict[str, Any], library: Library) -> str:

@@ -1,6 +1,7 @@
 """`--chat_template`: another template than the tokenizer's, by name, from a file or of another tokenizer."""
 
 import copy
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,16 +31,21 @@ def template_names() -> list[str]:
 
 
 def template_text(asked: str, own: PreTrainedTokenizerBase | None = None) -> str:
-    """The template ``asked``: one that is shipped here, one of several that ``own`` has, a file's, or that of a
-    tokenizer, a folder or a hub id; raises UserError if there is none.
+    """The template ``asked``: one that is shipped here, one of several that ``own`` has, a file's, that of a tokenizer,
+    a folder or a hub id, or one that an installed trl ships; raises UserError if there is none.
     """
     if asked in template_names():
         return (_SHIPPED / f"{asked}.j2").read_text(encoding="utf-8")
     if asked in (named := _named(own)):
         return named[asked]
     path, why = Path(asked).expanduser(), "it says how messages become text"
+    if not path.exists() and (folder := trls_templates()) and (shipped := folder / f"{asked}.jinja").is_file():
+        path = shipped
     names = ", ".join([*template_names(), *named])
-    instead = f"a file with a template in Jinja, a tokenizer's folder or hub id, or a name: {names}"
+    instead = (
+        "a file with a template in Jinja, a tokenizer's folder or hub id, the name of a file in trl/chat_templates "
+    )
+    instead += f"(qwen3) where trl is installed, or a name: {names}"
     try:
         if path.is_dir() or ("/" in asked and is_hub_name(asked) and path.suffix not in _OF_FILES):
             return _of_tokenizer(str(path) if path.is_dir() else asked)
@@ -48,6 +54,12 @@ def template_text(asked: str, own: PreTrainedTokenizerBase | None = None) -> str
         raise type(error)(asked=f"--chat_template {asked}", found=error.found, why=why, instead=instead) from error
     except (OSError, ValueError) as error:
         raise UserError(asked=f"--chat_template {asked}", found=in_short(error), why=why, instead=instead) from error
+
+
+def trls_templates() -> Path | None:
+    """The folder of the chat templates that trl ships; None: it is not installed."""
+    found = importlib.util.find_spec("trl")  # which does not import it
+    return None if found is None or found.origin is None else Path(found.origin).parent / "chat_templates"
 
 
 def _named(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:

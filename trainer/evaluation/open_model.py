@@ -22,6 +22,7 @@ from shardwright.model.facts import stated
 from shardwright.model.meta_model import load_config
 from shardwright.model.peft_config import CONFIG
 from shardwright.report.lines import say, waiting
+from shardwright.report.units import mesh_text
 from shardwright.step.build import place_model
 from shardwright.step.placed_model import PlacedModel
 from shardwright.weights.adapter_weights import check_adapter, weights_of
@@ -51,7 +52,7 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
     tokenizer = _tokenizer(options, saved, base)
     check_vocabulary(tokenizer, job.config.get_text_config().vocab_size)
     say(console, f"devices: {init_runtime()}")
-    say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    say(console, f"mesh:    {mesh_text(job.plan.mesh)}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if saved is not None:
         saved.check_tensors(console)

@@ -5,11 +5,14 @@ A resumed run has trained weights, so it reads the values that its first life wr
 
 import copy
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -35,6 +38,7 @@ from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
 
 FILE = "reference.safetensors"
+CHECKSUM = "xxh3"  # an entry of the file's header
 REFERENCE_PASS = "reference pass"
 
 
@@ -155,18 +159,19 @@ class Reference:
                     return
 
     def save(self, folder: Folder) -> None:
-        """Write the values to ``folder``, whole or not at all."""
+        """Write the values to ``folder``, whole or not at all, with a checksum and which rows they are of."""
         values = {name: rows.values for name, rows in self.splits.items() if rows.values is not None}
         names = {name: rows.fingerprint for name, rows in self.splits.items()}
-        folder.write(FILE, save(values, metadata=names))
+        folder.write(FILE, save(values, metadata={**names, CHECKSUM: _checksum(values)}))
 
     def load(self, folder: Folder) -> None:
-        """Read the values that :meth:`save` wrote there; raises UserError if there are none, or of other rows."""
+        """Read what :meth:`save` wrote there; raises UserError if it is not there, damaged, or of other rows."""
         found = "no such file"
         try:
             if folder.exists(FILE):
-                values = load(folder.read(FILE))
-                found = self._differs(values)
+                data = folder.read(FILE)
+                values = load(data)
+                found = self._differs(values, json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
         except (SafetensorError, StorageError, ValueError, KeyError) as error:
             found = f"{type(error).__name__}: {error}"
         if found:
@@ -180,15 +185,27 @@ class Reference:
         for name, rows in self.splits.items():
             rows.values = values[name]
 
-    def _differs(self, values: dict[str, np.ndarray]) -> str:
-        """Say how ``values`` don't fit the rows; empty if they do."""
+    def _differs(self, values: dict[str, np.ndarray], header: dict[str, Any]) -> str:
+        """Say how the ``values`` of a file with this ``header`` don't fit the rows; empty if they do."""
+        said = header.get("__metadata__", {})  # of files of before it had them, no checksum
+        if said.get(CHECKSUM) not in (None, _checksum(values)):
+            return "values that were changed since they were written: their checksum is another"
         for name, rows in self.splits.items():
             wanted = (len(rows), *self.shape)
             if values[name].shape != wanted or values[name].dtype != np.float32:
                 return f"{name} rows of another number or length: {values[name].shape}, where {wanted} are needed"
             if np.isnan(values[name]).any():
                 return f"{name} rows that are not computed"
+            if said.get(name) not in (None, rows.fingerprint):
+                return f"{name} rows of other data: {said[name]}, where {rows.fingerprint} are needed"
         return ""
+
+
+def _checksum(values: Mapping[str, np.ndarray]) -> str:
+    state = xxhash.xxh3_64()
+    for name in sorted(values):
+        state.update(np.ascontiguousarray(values[name]).data)
+    return state.hexdigest()
 
 
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:

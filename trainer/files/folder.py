@@ -26,7 +26,7 @@ import fsspec
 from shardwright.errors import TransientError, UserError
 
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-_ABSENT = (FileNotFoundError, NotADirectoryError)
+ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class StorageError(TransientError):
@@ -91,7 +91,7 @@ class Folder:
         """The sorted names of its files and folders; none without the folder."""
         with errors("list", self._path):
             if not self.remote:
-                with contextlib.suppress(*_ABSENT):
+                with contextlib.suppress(*ABSENT):
                     return sorted(os.listdir(self._path))
                 return []
             found = self._listing() or self._listing()  # a store that says "nothing" is asked again
@@ -99,7 +99,7 @@ class Folder:
             return sorted(names - {self.name, ""})  # some stores list the folder's own marker
 
     def _listing(self) -> list[Any]:
-        with contextlib.suppress(*_ABSENT):
+        with contextlib.suppress(*ABSENT):
             return list(self._store.ls(self._path, detail=False))
         return []
 
@@ -109,7 +109,7 @@ class Folder:
         fsspec's own `exists` is not asked: whatever goes wrong, most stores' says no.
         """
         path = self._join(name)
-        with errors("look for", path), contextlib.suppress(*_ABSENT):
+        with errors("look for", path), contextlib.suppress(*ABSENT):
             self._store.info(path) if self.remote else os.stat(path)
             return True
         folder, _, last = path.rpartition("/")
@@ -128,7 +128,7 @@ class Folder:
         """The type of the entry ``name`` on disk, links not followed; 0 without one."""
         try:
             return os.lstat(self._join(name)).st_mode
-        except _ABSENT:
+        except ABSENT:
             return 0
 
     def size(self, name: str) -> int:

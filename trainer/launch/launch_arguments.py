@@ -39,9 +39,9 @@ class LaunchArguments(Checked):
 
     def __post_init__(self) -> None:
         check_values(self)
-        self.check("slices", self.slices >= 1, "a run takes place on at least one slice", 1)
-        self.check("max_restarts", self.max_restarts >= 0, "it can't be negative", 50)
-        self.check("grace_seconds", self.grace_seconds >= 1, "a checkpoint takes time", 30)
+        self.at_least(1, "a run takes place on at least one slice", "slices")
+        self.at_least(0, "it can't be negative", "max_restarts", instead=50)
+        self.at_least(1, "a checkpoint takes time", "grace_seconds", instead=30)
         good = len(self.name) <= _LONGEST_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name)
         why = f"clusters take a-z, 0-9 and -, a letter first, {_LONGEST_NAME} characters at most"
         self.check("name", good is not None and bool(good), why, "my-run")

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
 from shardwright.layout.copies import COPY
-from shardwright.layout.mesh import SEQUENCE, Mesh, mesh_option, mesh_text
+from shardwright.layout.mesh import SEQUENCE, Mesh, mesh_option
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Placement, Shard
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.recipe import Compute, Layout, Recipe
 from shardwright.layout.roles import Role, Roles
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.report.units import mesh_text
 
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # a stand-in until there is a model

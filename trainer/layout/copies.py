@@ -10,10 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwright.layout.mesh import DATA, in_copies, mesh_text
+from shardwright.layout.mesh import DATA, in_copies
 from shardwright.layout.partition import shards_of
 from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Layout, Recipe, matches
+from shardwright.report.units import mesh_text
 
 Shards = Mapping[str, Shard]  # a layout's axes that split a dimension, in mesh order
 # Devices of a copy at least. Where shapes don't divide over fewer, the line is to be mended: few devices have no memory

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import UserError, a_type, did_you_mean, nearest_beside
+from shardwright.errors import UserError, a_type, did_you_mean, nearest_beside, of_a_command
 from shardwright.layout.recipe import Compute, Recipe
 
 _FACE = ("Compute", "Mesh", "Recipe", "Replicate", "Shard")  # the words that a recipe is written in
@@ -33,15 +33,14 @@ def load_recipe(name_or_path: str) -> Recipe:
     shipped = shipped_recipes()
     path = Path(name_or_path) if name_or_path.endswith(".py") else shipped.get(name_or_path)
     if path is None:
-        # TrainingArguments("out"): transformers' first argument by place is output_dir
-        meant = did_you_mean(name_or_path, [*shipped, *_files_beside(name_or_path)]) or (
-            f'output_dir="{name_or_path}" (--output_dir {name_or_path}), if it is the folder to write into; or '
-        )
+        meant = did_you_mean(name_or_path, [*shipped, *_files_beside(name_or_path)])
+        if not (meant or of_a_command()):  # TrainingArguments("out"): transformers' first argument by place
+            meant = f'output_dir="{name_or_path}", if it is the folder to write into; or '
         raise UserError(
             asked=f"recipe {name_or_path!r}",
             found="no recipe of that name",
             why="a recipe is known by its name in recipes/ or by the path of its .py file",
-            instead=f"{meant}one of: auto, {', '.join(shipped)}",
+            instead=f"{meant}one of: auto, {', '.join(shipped)}; or the path of a .py file",
         )
     if not os.path.isfile(path):  # a Path would raise at a name that is too long
         raise UserError(

@@ -76,14 +76,17 @@ class Mesh:
 
     def ici_sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis within one slice, in order, with -1 resolved; UserError if ``devices`` don't fit."""
+        if devices < 1:
+            why = "it counts devices"
+            raise UserError(asked=f"--devices {devices}", found=f"{devices}", why=why, instead="--devices 8")
         fixed = math.prod(size for size in self.axes.values() if size != -1) * math.prod(self.dcn.values())
         has_rest = -1 in self.axes.values()
-        if devices < 1 or devices % fixed or (fixed != devices and not has_rest):
+        if devices % fixed or (fixed != devices and not has_rest):
             raise UserError(
                 asked=f"{self} on {devices} devices",
                 found=f"its sizes multiply to {fixed}{' × what is left' if has_rest else ''}",
                 why="every device has exactly one place in the mesh",
-                instead=", or ".join(self._offers(max(devices, 1)) + [f"{fixed} devices"] * (not has_rest)),
+                instead=", or ".join(self._offers(devices) + [f"{fixed} devices"] * (not has_rest)),
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
@@ -91,12 +94,33 @@ class Mesh:
         """Devices along each axis (ICI × DCN), in order, with -1 resolved; raises as :meth:`ici_sizes`."""
         return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
 
-    def over_slices(self, slices: int) -> Mesh:
-        """This mesh, its axis ``data`` over ``slices`` slices where no DCN factor says otherwise and they divide it."""
-        size = self.axes.get(DATA, 1)
-        if math.prod(self.dcn.values()) > 1 or slices < 2 or (size != -1 and size % slices):
+    def over_slices(self, slices: int, devices: int) -> Mesh:
+        """This mesh, its axis ``data`` over ``slices`` slices where no DCN factor says otherwise and they divide it.
+
+        Raises UserError where no axis says how it lies on the slices, or for DCN factors of another number of them.
+        """
+        size, asked = self.axes.get(DATA, 1), math.prod(self.dcn.values())
+        if asked == slices:
             return self
-        return Mesh(dcn={DATA: slices}, **{**self.axes, DATA: size if size == -1 else size // slices})
+        if asked == 1 and (size == -1 or size % slices == 0):
+            return Mesh(dcn={DATA: slices}, **{**self.axes, DATA: size if size == -1 else size // slices})
+        raise UserError(
+            asked=f"{self}: DCN factors for {asked} slices",
+            found=f"the devices form {slices} slices",
+            why="only devices of one slice are joined by ICI",
+            instead="no dcn=, and these factors in the axes' own sizes"
+            if slices == 1
+            else self._joined(slices, devices),
+        )
+
+    def _joined(self, slices: int, devices: int) -> str:
+        """The ways to lay out this mesh on so many slices, for a message."""
+        sizes = self.sizes(devices)
+        axis = next((axis for axis, size in sizes.items() if size % slices == 0), None)
+        ways = [f"dcn={{{next(iter(sizes))!r}: {slices}}} on the axis that communicates least"]
+        if axis is not None and DATA not in sizes:
+            ways.insert(0, f"{mesh_option(in_copies(sizes, axis, slices))}, a copy of the model on each slice")
+        return "; or ".join(ways)
 
     def fitting(self, devices: int) -> list[Mesh]:
         """The meshes of these axes and DCN factors for exactly ``devices`` devices, the nearest first."""
@@ -127,14 +151,14 @@ class Mesh:
         return [str(Mesh(dcn=dcn, **self.axes).fitting(devices)[0])]
 
 
-def mesh_text(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> str:
-    """``axes``, or all, with their sizes: ``fsdp=2 × expert=4``."""
-    return " × ".join(f"{axis}={sizes[axis]}" for axis in (sizes if axes is None else axes))
+def mesh_factors(sizes: Mapping[str, int | str]) -> str:
+    """The sizes as ``--mesh`` takes them: ``fsdp=2,expert=4``."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def mesh_option(sizes: Mapping[str, int | str]) -> str:
     """The option that gives a recipe these sizes: ``--mesh fsdp=2,expert=4``."""
-    return "--mesh " + ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    return f"--mesh {mesh_factors(sizes)}"
 
 
 def in_copies(sizes: Mapping[str, int], axis: str, copies: int) -> dict[str, int]:

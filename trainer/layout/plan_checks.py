@@ -13,8 +13,9 @@ from torch import nn
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layout.copies import Shards, copies_of, undivided
-from shardwright.layout.mesh import DATA, mesh_option, mesh_text
+from shardwright.layout.mesh import DATA, mesh_option
 from shardwright.layout.recipe import Layout, Recipe, layout_source, layout_text, matches
+from shardwright.report.units import mesh_text
 
 if TYPE_CHECKING:
     from shardwright.layout.plan_mends import Mends

@@ -4,11 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.layout.mesh import mesh_text
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows, shape_text
 from shardwright.report.html import render
-from shardwright.report.units import size
+from shardwright.report.units import mesh_text, size
 
 
 def plan_page(

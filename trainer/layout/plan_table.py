@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.layout.mesh import mesh_text
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import layout_text
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.report.lines import Terminal, say
-from shardwright.report.units import size
+from shardwright.report.units import mesh_text, size
 
 PLAN_HEADER = ("pattern", "match", "shape", "placements", "on a device", "bytes")
 

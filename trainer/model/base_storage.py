@@ -83,7 +83,8 @@ def said(base_dtype: str, plan: ShardingPlan, facts: ModelFacts, names: Collecti
     if packing is None:
         return f"in {base_dtype}"
     kept = [name for name in packed_among(names, base_dtype, facts) if plan[name].packed is None]
-    how = f"in {packing.title} as published" if base_dtype == SAME else f"quantized to {packing.title} at load"
+    again = f"in {packing.title} as published, but read and packed again: {packing.again}"
+    how = again if base_dtype == SAME else f"quantized to {packing.title} at load"
     text = f"{how} ({packing.bits:g} bits a weight), all else in bfloat16"
     if not kept:
         return text

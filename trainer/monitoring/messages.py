@@ -48,7 +48,8 @@ def farewell(interrupted: bool, step: int) -> str:
     """The message after a signal ended the run after ``step``: Ctrl-C if ``interrupted``, else SIGTERM."""
     word = "interrupted" if interrupted else "preempted (SIGTERM)"
     if not step:
-        return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
+        again = "with --resume_from_checkpoint latest the same command starts anew"
+        return f"{word} before the first step was done: there is nothing to save, and {again}"
     what = "saving what was learned" if interrupted else "the same command resumes from there"
     return f"{word} after step {step}: {what}"
 

@@ -21,7 +21,7 @@ from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, 
 from shardwright.report.lines import say
 from shardwright.report.pictures import load_picture, loss_curve
 from shardwright.report.run_view import PAGE, RunView, run_page
-from shardwright.report.units import axes_text
+from shardwright.report.units import mesh_text
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
 
@@ -78,7 +78,7 @@ class RunPage:
         with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
             if home is not None and home.is_file(LIVES):
                 self._earlier = read_lives(home.read(LIVES))
-        self._due, self._failed = 0.0, False
+        self._due, self._told, self._failed = 0.0, False, False
 
     def began(self, earlier: float) -> None:
         """Moves the beginning of the life back by ``earlier`` seconds."""
@@ -95,6 +95,9 @@ class RunPage:
             self._note()
             self.folder.write(LIVES, lives_as_json([*self._earlier, self._life]))
             self.folder.write(PAGE, run_page(self._view(running)).encode())
+            if not self._told:
+                say(self.console, f"page:    {self.folder}/{PAGE} shows the run as it goes, in a browser")
+            self._told = True
         except Exception as error:  # no failure of a page is a reason to end hours of training
             found = f"{error.asked}: {error.found}" if isinstance(error, StorageError) else f"{error!r}"
             if not self._failed:
@@ -132,7 +135,7 @@ class RunPage:
             "model": f"{options['model'] or own}: {type(job.model).__name__}, {job.facts.parameters:,} parameters",
             "objective": f"{options['objective']}, by {options['optim']}",
             "dataset": "\n".join([options["dataset"] or "the source of this Python's standard library", *self.data]),
-            "mesh": f"{axes_text(job.plan.mesh)} on {job.devices} devices"
+            "mesh": f"{mesh_text(job.plan.mesh)} on {job.devices} devices"
             + ("" if kind is None else f" ({kind.name})"),
             "a step": f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens",
             "remat": f"{job.recipe.compute.remat}",

@@ -24,7 +24,7 @@ from shardwright.prove.small_job import STEPS, SmallJob, check_provable, in_bflo
 from shardwright.prove.trajectory import COARSE, Difference, Trajectory, differences, judged
 from shardwright.report.lines import say, waiting
 from shardwright.report.proof_report import print_proof, proof_page
-from shardwright.report.units import axes_text
+from shardwright.report.units import mesh_text
 from shardwright.xla.runtime import init_runtime
 
 NOT_PROVED = 3  # the exit code
@@ -50,7 +50,7 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
         f"model:   {type(run.model).__name__}, {run.facts.parameters:,} parameters; "
         f"shrunk to {small.job.facts.parameters:,} in {small.job.config.num_hidden_layers} layers",
     )
-    meshes = dict.fromkeys(axes_text(job.plan.mesh) for job in (run, small.job))
+    meshes = dict.fromkeys(mesh_text(job.plan.mesh) for job in (run, small.job))
     say(console, f"mesh:    {' shrunk to '.join(meshes)}")
     prepare_devices(small.job.devices)
     found = compare(small, console)

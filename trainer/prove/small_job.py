@@ -13,14 +13,14 @@ from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError, in_short
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
-from shardwright.layout.mesh import Mesh
+from shardwright.layout.mesh import Mesh, mesh_factors
 from shardwright.layout.recipe import Recipe, matches
 from shardwright.model.classifier import reward_config
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.models.tiny import shrunk
 from shardwright.prove.formulas import FORMULAS
 from shardwright.prove.reference_optimizers import REFEREES
-from shardwright.report.units import axes_text
+from shardwright.report.units import mesh_text
 
 STEPS, DEVICES = 10, 8
 LENGTH, PAIR_LENGTH = 32, 48  # tokens of a row; windows and chunks of a shrunk model are shorter
@@ -211,8 +211,7 @@ def _small_recipe(run: Job, facts: ModelFacts, mesh: Mesh) -> Recipe:
     """The run's recipe on ``mesh``; one that was made from the model is made again from the small one."""
     recipe = run.recipe
     if run.args.recipe == AUTO and recipe.name == AUTO:
-        text = ",".join(f"{axis}={size}" for axis, size in mesh.axes.items())
-        made = auto_recipe(facts.model, facts.experts, text, math.prod(mesh.axes.values())).recipe
+        made = auto_recipe(facts.model, facts.experts, mesh_factors(mesh.axes), math.prod(mesh.axes.values())).recipe
         return replace(made, compute=recipe.compute)
     names = [name for name, _ in facts.model.named_parameters()]
     gone = {k: v for k, v in recipe.parameters.items() if not any(matches(k, name) for name in names)}
@@ -227,7 +226,7 @@ def _smaller(run: Job, job: Job) -> list[tuple[str, str, str]]:
         for name, value in now.items()
         if name in was and was[name] != value and isinstance(value, int | float) and not name.endswith("_token_id")
     ]
-    rows.append(("mesh", axes_text(run.plan.mesh), axes_text(job.plan.mesh)))
+    rows.append(("mesh", mesh_text(run.plan.mesh), mesh_text(job.plan.mesh)))
     rows.append(("tokens a row", f"{run.args.sequence_length:,}", str(job.args.sequence_length)))
     rows.append(("rows a step", f"{run.rows:,}", str(job.rows)))
     if run.args.lora_r is not None:

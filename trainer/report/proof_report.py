@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shardwright.report.html import render
 from shardwright.report.lines import say
-from shardwright.report.units import axes_text, size
+from shardwright.report.units import mesh_text, size
 
 _NAMED = 8  # on the terminal, of what is off
 _QUANTITIES = ("what", "how many", "worst", "allowed", "where")
@@ -85,7 +85,7 @@ def _facts(proof: Certificate) -> list[tuple[str, str]]:
         "options": ", ".join(f"--{name} {value}" for name, value in proof["options"].items()) or "the defaults",
         "beside": proof["referee"],
         "precision": " and ".join(proof["precision"]),
-        "mesh of the proof": axes_text(proof["mesh"]),
+        "mesh of the proof": mesh_text(proof["mesh"]),
         "date": f"{proof['date']}, in {proof['seconds']:.0f} s",
         "versions": ", ".join(f"{name} {version}" for name, version in proof["versions"].items()),
     }

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _SCALES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -15,9 +15,9 @@ def size(count: float, decimals: int = 1) -> str:
     return f"{count:,.0f} B"
 
 
-def axes_text(sizes: Mapping[str, int]) -> str:
-    """A mesh as text: ``fsdp=4 × expert=2``."""
-    return " × ".join(f"{axis}={size}" for axis, size in sizes.items())
+def mesh_text(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> str:
+    """``axes``, or all, with their sizes: ``fsdp=2 × expert=4``."""
+    return " × ".join(f"{axis}={sizes[axis]}" for axis in (sizes if axes is None else axes))
 
 
 def duration(seconds: float | None) -> str:

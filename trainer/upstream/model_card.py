@@ -11,6 +11,7 @@ from shardwright.arguments.output_options import OutputArguments
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.hub_names import is_hub_name, split
+from shardwright.report.units import mesh_text
 
 FILE = "README.md"
 _MARK = "<!-- Written by Shardwright, which replaces it as long as this line stands. -->"
@@ -87,8 +88,8 @@ class Card:
         if data.get("base_model"):
             base = f"[{base}](https://huggingface.co/{data['base_model']})"
         sets = ", ".join(data.get("datasets", ())) or _shown(self.args.dataset or "the source of Python's library")
-        mesh = " × ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        return f"{kind} trained from {base} on {sets}: {self.args.entry.title}, recipe {self.recipe}, mesh {mesh}."
+        way = f"{self.args.entry.title}, recipe {self.recipe}, mesh {mesh_text(self.mesh)}"
+        return f"{kind} trained from {base} on {sets}: {way}."
 
     def _options(self) -> dict[str, str]:
         """The options that are not as by default, but for those of where the run is written and how it is watched."""

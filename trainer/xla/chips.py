@@ -178,13 +178,6 @@ def topologies(chip: Chip) -> list[Topology]:
 
 def find_topology(name: str, slices: int = 1) -> Topology:
     """The topology of ``slices`` slices called ``name``; raises UserError, with the known names, if there is none."""
-    if slices < 1:
-        raise UserError(
-            asked=f"{slices} slices of {name}",
-            found="a number below 1",
-            why="a run takes place on at least one slice",
-            instead="--slices 1",
-        )
     known = {t.name: t for chip in CHIPS.values() for t in topologies(chip)}
     if name in known:
         return replace(known[name], slices=slices)

@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from shardwright.errors import UserError
-from shardwright.layout.mesh import DATA, Mesh, in_copies, mesh_option
+from shardwright.layout.mesh import Mesh
 from shardwright.layout.partition import PartitionSpec
 from shardwright.xla.chips import Chip
 from shardwright.xla.device_order import as_reported, in_mesh_order
@@ -46,10 +46,8 @@ def check_mesh(mesh: Mesh) -> None:
 
 def _tpu_order(mesh: Mesh) -> list[int]:
     devices = as_reported(xr.global_runtime_device_attributes(), xm.xla_device_kind())
-    slices = [device.slice_index for device in devices]
-    mesh = mesh.over_slices(len(set(slices)))
+    mesh = mesh.over_slices(len({device.slice_index for device in devices}), len(devices))
     ici = mesh.ici_sizes(len(devices))
-    check_slices(mesh, slices)
     try:
         return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(mesh.dcn.values()))]
     # jax's assertions, and numpy's errors where its search can't divide an axis
@@ -62,28 +60,6 @@ def _tpu_order(mesh: Mesh) -> list[int]:
             "divide",
             instead="every chip of a slice (no TPU_VISIBLE_CHIPS), and axes that are powers of two",
         ) from error
-
-
-def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
-    """Raises UserError unless the DCN factors multiply to the number of slices; ``indices``: the devices' slices."""
-    asked, slices = math.prod(mesh.dcn.values()), len(set(indices))
-    if asked != slices:
-        raise UserError(
-            asked=f"{mesh}: DCN factors for {asked} slices",
-            found=f"the devices form {slices} slices",
-            why="only devices of one slice are joined by ICI",
-            instead="no dcn=, and these factors in the axes' own sizes" if slices == 1 else _joined(mesh, indices),
-        )
-
-
-def _joined(mesh: Mesh, indices: Sequence[int]) -> str:
-    """The ways to lay out ``mesh`` on devices of these slices, for a message."""
-    sizes, slices = mesh.sizes(len(indices)), len(set(indices))
-    axis = next((axis for axis, size in sizes.items() if size % slices == 0), None)
-    ways = [f"dcn={{{next(iter(sizes))!r}: {slices}}} on the axis that communicates least"]
-    if axis is not None and DATA not in sizes:
-        ways.insert(0, f"{mesh_option(in_copies(sizes, axis, slices))}, a copy of the model on each slice")
-    return "; or ".join(ways)
 
 
 @dataclass(frozen=True)

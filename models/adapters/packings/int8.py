@@ -11,7 +11,7 @@ _LARGEST = 127
 class Int8(Packing):
     """A value is off by half a scale at most."""
 
-    title, bits = "int8", 8.0
+    title, bits, again = "int8", 8.0, "within a rounding of its scale"
     code_dtype = torch.int8
 
     def block(self, weight: Weight) -> tuple[int, ...]:

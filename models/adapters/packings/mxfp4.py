@@ -20,7 +20,7 @@ class Mxfp4(FourBits):
     So values that were packed once, by any rule, are packed again without a difference.
     """
 
-    title, bits, size = "MXFP4", 4.25, 32
+    title, bits, size, again = "MXFP4", 4.25, 32, "the same values"
     scale_dtype = torch.uint8
 
     def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:

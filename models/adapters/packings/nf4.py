@@ -23,6 +23,7 @@ class Nf4(FourBits):
     """A value gets the nearest number of the table."""
 
     title, bits, size = "NF4", 4.5, 64
+    again = "the same codes; the same values where the largest are bfloat16 numbers"
 
     def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
         block = self.block(weight)

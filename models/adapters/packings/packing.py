@@ -64,10 +64,14 @@ class Part:
 
 
 class Packing(ABC):
-    """A packing. ``title`` is what people call it, ``bits`` its size, scales included, for a weight of many blocks."""
+    """A packing. ``title`` is what people call it, ``bits`` its size, scales included, for a weight of many blocks.
+
+    ``again`` says in words what comes of a weight that was in this packing, is read, and packed once more.
+    """
 
     title: str
     bits: float
+    again: str
     # of codes and scales: no floats, so that nothing takes a gradient of them and every device moves them as they are
     code_dtype = torch.uint8
     scale_dtype = torch.float32

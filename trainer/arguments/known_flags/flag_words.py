@@ -22,6 +22,7 @@ from shardwright.arguments.known_flags.translate import (
 
 _PARTS = 3  # options with one word in common that are named together
 _NEAR, _NEAR_THEIRS = 0.75, 0.85  # difflib's ratio of two spellings, from which one is a hint at the other
+STRAY = "stands behind no option;"  # the end of a line on a word of the command line that is none's value
 
 
 def is_option(text: str) -> bool:
@@ -120,7 +121,7 @@ def refusal(each: Outcome, options: Collection[str]) -> str:
     if each.kind == MISSING:
         return f"{spelt}{'' if each.value is True else f' {word(each.value):.80}'}: not to be had, {each.said}"
     if stray and not spelt.startswith("-"):
-        return f"{spelt!r} stands behind no option;"
+        return f"{spelt!r} {STRAY}"
     return f"no option {spelt}; {f'{each.said};' if each.said else nearest(spelt, options)}".rstrip()
 
 

@@ -103,6 +103,9 @@ ARGUMENTS: Cells = {
         "dataset.folder"
     ): ("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
     "dataset.file_sha1": NOTHING,
+    "dataset.mix_strategy dataset.interleave_probs": unneeded(
+        "--dataset has the shares, here of the rows; an epoch ends once every dataset was gone through"
+    ),
     "dataset.num_samples": ("a dataset is taken whole, or by its share of the rows", "--dataset a:0.7,b:0.3"),
     "template": unneeded(
         "a conversation is rendered with the tokenizer's own template",
@@ -113,7 +116,9 @@ ARGUMENTS: Cells = {
     "neat_packing": sets(packing=True, isolate_documents=True),
     "mask_history": missing("each answer of a conversation is learned", "--train_on last", train_on="last"),
     "mix_strategy interleave_probs": missing(
-        "shares are said with the datasets", "--dataset a.jsonl:0.7,b.jsonl:0.3", at={"concat": DEFAULT}
+        "shares are said with the datasets, as a port of the file writes them",
+        "--dataset a.jsonl:0.7,b.jsonl:0.3",
+        at={"concat": DEFAULT},
     ),
     "tokenized_path data_shared_file_system": CACHED,
     "preprocessing_batch_size": LOADER,

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwright.arguments.known_flags.entry import word
 from shardwright.errors import UserError, in_short
 
 _LISTS = {"datasets", "test_datasets", "pretraining_dataset"}  # of axolotl and trl
 _OF_PLACE = {"path", "name", "split", "revision", "data_files", "fraction"}  # of an entry, written in --dataset
 _INFO = "dataset_info.json"
+_MIXING = ("mix_strategy", "interleave_probs")
 _URLS = ("hf_hub_url", "file_name")  # of an entry of that file, the first that it has
 
 
@@ -23,7 +25,7 @@ def spread(program: str, pairs: Sequence[tuple[str, Any]], folder: Path) -> list
     """
     if program == "llamafactory":
         found = _info(Path(str(dict(pairs).get("dataset_dir") or "data")), folder)
-        return [made for name, value in pairs for made in _looked_up(name, value, *found)]
+        return _mixed([made for name, value in pairs for made in _looked_up(name, value, *found)])
     return [made for name, value in pairs for made in ((name, value), *_keys(name, value))]
 
 
@@ -62,6 +64,18 @@ def _looked_up(name: str, value: Any, place: Path, info: Mapping[str, Any]) -> I
     yield name, ",".join(_place(place, entries[each]) or each if each in entries else each for each in names)
     said = [pair for entry in entries.values() for pair in _details(entry)]
     yield from (pair for number, pair in enumerate(said) if pair not in said[:number])
+
+
+def _mixed(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """``pairs`` with LLaMA-Factory's ``interleave_probs`` behind the datasets whose shares they are."""
+    said = dict(pairs)
+    names, shares = (word(said.get(name) or "").split(",") for name in ("dataset", "interleave_probs"))
+    shares = shares if said.get("interleave_probs") else ["1"] * len(names)
+    if not str(said.get("mix_strategy")).startswith("interleave") or len({*names}) != len(shares) or len(names) < 2:
+        return [*pairs]
+    mixed = ",".join(f"{name.strip()}:{share.strip()}" for name, share in zip(names, shares, strict=True))
+    known = {"dataset": ("dataset", mixed)}
+    return [known.get(name, (f"dataset.{name}" if name in _MIXING else name, value)) for name, value in pairs]
 
 
 def _place(folder: Path, entry: Mapping[str, Any]) -> str:

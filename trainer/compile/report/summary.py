@@ -4,8 +4,7 @@ from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
 from shardwright.compile.report.estimate import ranged
 from shardwright.compile.report.report import CompileReport
-from shardwright.layout.mesh import mesh_text
-from shardwright.report.units import size
+from shardwright.report.units import mesh_text, size
 from shardwright.xla.chips import find_topology
 
 ESTIMATE = "An estimate from the compiled program and the chip's peaks: nothing ran."

@@ -15,9 +15,8 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto
 from shardwright.errors import UserError
-from shardwright.layout.mesh import mesh_text
 from shardwright.report.lines import say, waiting
-from shardwright.report.units import size
+from shardwright.report.units import mesh_text, size
 from shardwright.step.auto_remat import AUTO, is_auto
 
 Neighbour = Callable[[], CompileJob]  # makes a neighbour, or raises UserError

@@ -27,9 +27,9 @@ from shardwright.files.cache import cache_root, digest
 from shardwright.files.folder import Folder
 from shardwright.hosts.versions import code_digest
 from shardwright.layout.load_recipe import shipped_recipes
-from shardwright.layout.mesh import mesh_text
+from shardwright.layout.mesh import mesh_factors
 from shardwright.report.lines import say, waiting
-from shardwright.report.units import size
+from shardwright.report.units import mesh_text, size
 
 _SHOWN = 4  # settings that the estimate can't tell from the fastest
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # values of remat
@@ -49,7 +49,7 @@ class Setting:
         return f"{self.recipe}, {mesh_text(dict(self.mesh))}, {rows} a device, remat {self.remat:g}"
 
     def of(self, args: TrainingArguments) -> TrainingArguments:
-        mesh = ",".join(f"{axis}={n}" for axis, n in self.mesh)
+        mesh = mesh_factors(dict(self.mesh))
         compute = ",".join(filter(None, [args.compute, f"remat={self.remat:g}"]))  # the later one wins
         return replace(args, recipe=self.recipe, mesh=mesh, compute=compute, per_device_train_batch_size=self.batch)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from datasets import Dataset, IterableDataset
 
 from shardwright.data.records.bucket import copied
 from shardwright.errors import UserError, a_type, nearest_beside
+from shardwright.files.folder import ABSENT, errors
 
 _TEXT = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
 KIND_OF = {
@@ -157,19 +159,32 @@ def _unformatted(records: Dataset | IterableDataset) -> Dataset | IterableDatase
 def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
     """Relative path → file of those under ``root`` whose names end in ``suffix``, sorted.
 
-    Left out are hidden files and folders, those in ``left_out``, and files that vanish meanwhile.
+    Left out are hidden files and folders, those in ``left_out``, and what vanishes meanwhile. Raises StorageError if a
+    folder can't be listed, or it can't be told whether a file is there.
     """
 
     def kept(names: list[str]) -> list[str]:
         return [name for name in names if not name.startswith(".") and name not in left_out]
 
+    def unlisted(error: OSError) -> None:
+        if not isinstance(error, ABSENT):
+            raise error
+
     files = {}
-    for folder, inner, names in os.walk(root):
-        inner[:] = kept(inner)
-        for path in (Path(folder, name) for name in kept(names) if name.endswith(suffix)):
-            if os.path.isfile(path):
-                files[path.relative_to(root).as_posix()] = path
+    with errors("list", str(root)):
+        for folder, inner, names in os.walk(root, onerror=unlisted):
+            inner[:] = kept(inner)
+            for path in (Path(folder, name) for name in kept(names) if name.endswith(suffix)):
+                if (state := _state(path)) is not None and stat.S_ISREG(state.st_mode):
+                    files[path.relative_to(root).as_posix()] = path
     return dict(sorted(files.items()))
+
+
+def _state(file: Path) -> os.stat_result | None:
+    """What the system says of ``file``; None: it is gone. Raises StorageError if that can't be told."""
+    with errors("read", str(file)), contextlib.suppress(*ABSENT):
+        return file.stat()
+    return None
 
 
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
@@ -194,7 +209,7 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             why="which of them hold the text to train on can't be told",
             instead="a folder with files of one kind, or the path of one file",
         )
-    if not any(map(_holds_something, files.values())):
+    if not any((state := _state(file)) and state.st_size for file in files.values()):
         raise UserError(
             asked=asked,
             found="an empty file" if path.is_file() else f"nothing in any file that ends in {', '.join(KIND_OF)}",
@@ -207,13 +222,6 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
 def _kind(file: str | Path) -> str | None:
     """The kind of data in a file of this name; None: none that is known."""
     return KIND_OF.get(Path(file).suffix.lower())
-
-
-def _holds_something(file: Path) -> bool:
-    try:
-        return file.stat().st_size > 0
-    except OSError:  # it vanished
-        return False
 
 
 def not_utf8(asked: str, error: Exception, path: Path | None = None) -> UserError:

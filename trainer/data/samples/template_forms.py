@@ -49,6 +49,12 @@ class TemplateForms:
         return 0
 
     @functools.cached_property
+    def bare(self) -> bool:
+        """A message of calls may be without content, as transformers hands on one whose content is null."""
+        calling = _calling(json.dumps({"a": "b"}) if self.in_json else {"a": "b"})
+        return self._takes(self._asked, {key: value for key, value in calling.items() if key != "content"})
+
+    @functools.cached_property
     def reasons_within(self) -> bool:
         """Reasoning is a part of the content, for which a generation prompt opens it, and no key of its own."""
         try:
@@ -60,7 +66,7 @@ class TemplateForms:
         return opened and not self._takes(self._asked, key, word=_NAME)
 
     def message(self, message: Message) -> Message:
-        """The message in these forms. One without content has an empty one, which more templates take than none."""
+        """The message in these forms. One without content has an empty one where the template does not take none."""
         content, made = text_of(message), dict(message)
         keys = [key for key in _REASONING if isinstance(message.get(key), str) and message[key].strip()]
         if keys and message["role"] == "assistant" and self.reasons_within and CLOSED not in content:
@@ -68,6 +74,8 @@ class TemplateForms:
         made["content"] = [{"type": "text", "text": content}] if self.in_parts and content else content
         if message.get("tool_calls"):
             made["tool_calls"] = [self._called(call) for call in message["tool_calls"]]
+            if not content and message.get("content") is None and self.bare:
+                del made["content"]
         return made
 
     @property
