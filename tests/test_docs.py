@@ -154,9 +154,12 @@ def test_a_page_is_wrapped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DOCS if "/records/" in name])
-def test_a_record_is_its_command_a_date_and_tables(name: str) -> None:
+def test_a_record_is_its_command_a_date_the_code_and_tables(name: str) -> None:
     assert [line for line in prose(PAGES[name]) if line.strip()] == []
-    assert re.search(r"20\d\d-\d\d-\d\d", PAGES[name])
+    dated = re.findall(r"^\| date(?:, code)? \| (20\d\d-\d\d-\d\d.*) \|$", PAGES[name], re.MULTILINE)
+    assert dated
+    if "suite" not in name:  # the tests' time, of every commit of those days
+        assert [row for row in dated if not re.search(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b", row)] == []
 
 
 def test_the_index_leads_to_every_page_once() -> None:

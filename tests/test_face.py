@@ -94,6 +94,13 @@ def test_a_name_that_is_not_public_is_an_attribute_error():
         shardwright.Trainr  # noqa: B018
     with pytest.raises(ImportError):
         importlib.import_module("shardwright.nothing")
+    for line, words in {
+        "from shardwright import GRPOTrainer": "no GRPOTrainer; instead: DPOTrainer or KTOTrainer on answers",
+        "from shardwright import Seq2SeqTrainingArguments": "instead: Trainer and TrainingArguments, with",
+        "from shardwright import SomeTrainer": "cannot import name 'SomeTrainer'",
+    }.items():
+        with pytest.raises(ImportError, match=words):
+            exec(line, {})
 
 
 @pytest.mark.parametrize(("room", "name", "module"), documented())

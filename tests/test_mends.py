@@ -130,6 +130,7 @@ TINY = {
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 FILES = {
     "llama.json": json.dumps(TINY),
+    "gpt2.json": json.dumps({"model_type": "gpt2", "n_positions": 32, "n_layer": 1, "n_embd": 16, "n_head": 2}),
     "text/0.txt": "some text\n" * 99,
     "chats.jsonl": f"{json.dumps(CHAT)}\n" * 9,
     "questions.jsonl": f"{json.dumps({'question': 'a', 'answer': 'b'})}\n" * 9,
@@ -144,6 +145,7 @@ FILES = {
     "mine.py": (ROOT / "recipes/llama_fsdp.py").read_text(encoding="utf-8"),
 }
 COMMAND = {"recipe": "llama_fsdp", "model": "llama.json", "dataset": "text", "output_dir": "out", "max_steps": 4}
+PAIRS = {"dataset": "pairs.jsonl", "objective": "dpo"}
 MOE = {"recipe": "mixtral_ep", "model": None}
 
 # mistake → (the options that make it, words of the message); an option without a value is True, None takes it away
@@ -243,6 +245,22 @@ COMMANDS: dict[str, tuple[dict[str, object], str]] = {
         {"isolate_documents": True, "compute": "attention=sdpa"},
         "tokens would see other documents",
     ),
+    "a weight for one loss of two": (
+        {**PAIRS, "loss_type": "sigmoid,sft", "loss_weights": "1"},
+        "each loss type has a weight",
+    ),
+    "a loss that needs smoothing": ({**PAIRS, "loss_type": "exo_pair"}, "its loss has the logarithm of it"),
+    "a divergence of another loss": (
+        {**PAIRS, "loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
+        "an f-divergence leaves a term",
+    ),
+    "a weight of MTP layers that are not trained": ({"mtp_loss_weight": 0.5}, "no --train_mtp"),
+    "MTP layers under an adapter": ({"train_mtp": True, "lora_r": 8}, "under an adapter all weights are frozen"),
+    "a number of AdamW for another optimizer": ({"optim": "lion", "adam_beta2": 0.9}, "that is not AdamW"),
+    "a held-out set's name twice": ({"eval_dataset": "a=text,a=chats.jsonl"}, "a name twice"),
+    "whole modules that are not there": ({"lora_r": 8, "modules_to_save": "embed"}, "no module of"),
+    "routers' biases under an adapter": ({**MOE, "lora_r": 8, "router_bias_update_rate": 0.001}, "routers"),
+    "a row longer than the positions": ({"recipe": "auto", "model": "gpt2.json"}, "has 32 positions"),
     "a word by itself": ({"": "extra"}, "'extra' stands behind no option"),
 }
 COMMANDS_IN_WORDS = {

@@ -46,6 +46,7 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
     output, done = run
     assert "8 virtual CPU devices" in done.stdout
     assert "fsdp=2 × expert=4" in done.stdout
+    assert "proof:   none for this recipe, model and these options" in done.stdout
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     logged = [entry for entry in history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [5, 10]

@@ -51,6 +51,8 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
+        if name.endswith(("Trainer", "Config", "TrainingArguments")):
+            importlib.import_module(f"{__name__}.upstream.absent_names").check_class(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with light_imports.uncollected():
         value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -99,6 +99,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     for kind, family, lora, packed in (*tuned, *preferring):
         if not (lora and kind in ("orpo", "simpo")):
             yield _case(kind, family, lora, packed, PREFERENCES.get(kind, {}))
+    yield _case("sft", "llama", False, False, {"label_smoothing_factor": 0.1}, "sft smoothed")
     for family, lora, beta in STUDENTS:
         # trl adds no router loss to it
         config = {**CONFIGS[family], **({"router_aux_loss_coef": 0.0} if family == "mixtral" else {})}

@@ -21,6 +21,7 @@ from shardwright.arguments.known_flags.table import TABLE, find
 from shardwright.arguments.port.defaults import DEFAULTS
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
+from shardwright.scripts import export
 from tests.support.paths import ROOT
 
 OF_TRANSFORMERS = {each.name for each in fields(transformers.TrainingArguments)}
@@ -160,6 +161,27 @@ def test_a_spelling_is_a_hint_only_if_it_is_near(word: str, hint: str, capsys: p
     told = refused([word, "1"], capsys)
     assert ("did you mean" in told) == bool(hint)
     assert hint in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--fp16"], "no option --fp16; --help lists them"),  # theirs, and of no command but a run's
+        (["--output_dir", "x"], "no option --output_dir; did you mean '--output'? --help lists them"),  # a run's own
+        (["--learning_rate=1"], "no option --learning_rate; --help lists them"),
+        (
+            ["--max_seq_length=8"],
+            "no option --max_seq_length; it would be --sequence_length, which this command has not; --help lists them",
+        ),
+        (["--key_forma", "hub"], "no option --key_forma; did you mean '--key_format'? --help lists them"),
+    ],
+)
+def test_a_hint_of_another_command_never_names_the_word_itself(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        export.parser().parse_args(words)
+    assert capsys.readouterr().err.partition("error: ")[2] == said + "\n"
 
 
 def test_python_takes_their_names_and_values() -> None:

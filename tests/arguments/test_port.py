@@ -55,6 +55,18 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     "llamafactory_dpo.sh": (26, set(), {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16}),
     "run_clm.sh": (20, {"fp16"}, {"dataset": "wikitext:wikitext-103-raw-v1", "bf16": True, "warmup_steps": 500}),
 }  # fmt: skip
+# command of no objective here → what its refusal names
+REFUSED = {
+    **dict.fromkeys(
+        ("trl rloo", "trl ppo", "python examples/scripts/online_dpo.py", "python nash_md.py", "python scripts/grpo.py"),
+        "--objective dpo or kto on answers ranked before",
+    ),
+    **dict.fromkeys(("trl distillation", "python examples/scripts/gkd.py"), "--objective distill"),
+    "python prm.py": "--objective reward",
+    "torchrun run_mlm.py": "a causal model",
+    "accelerate launch run_glue.py": "prompts with completions",
+    "python run_translation_no_trainer.py": "prompts with completions",
+}
 
 
 def port_of(name: str) -> Port:
@@ -112,9 +124,19 @@ def test_the_global_batch_there_is_said_where_the_launcher_names_its_processes()
         ("train.sh", "trl sft --config absent.yaml\n", "absent.yaml"),
         ("train.yaml", "- a\n- b\n", "a list"),
         ("train.yaml", "a: [\n", "ParserError"),
+        ("train.sh", "trl vllm-serve --model a/b\ntrl env\nllamafactory-cli chat a.yaml\n", "none of which starts"),
+        ("train.sh", "trl vllm-serve --model a/b &\ntrl grpo --model_name_or_path a/b\n", "--objective dpo or kto"),
+        *(("train.sh", f"{name} --model_name_or_path a/b\n", words) for name, words in REFUSED.items()),
+        ("grpo/config.yaml", "model_name_or_path: a/b\n", "--objective dpo or kto"),
+        ("config.yaml", "model_name_or_path: a/b\nnum_generations: 8\n", "--objective dpo or kto"),
+        ("config.yaml", "base_model: a/b\nrl: grpo\n", "rl: grpo(.|\n)*--objective dpo or kto"),
+        ("config.yaml", "base_model: a/b\nrl: ebft\n", "rl: ebft(.|\n)*--objective dpo"),
+        ("config.yaml", "base_model: a/b\nprocess_reward_model: true\n", "--objective reward"),
+        ("config.yaml", "model_name_or_path: a/b\nstage: ppo\n", "stage: ppo(.|\n)*--objective dpo or kto"),
     ],
 )
 def test_what_is_no_training_is_refused(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=words):
         ported(read_published(str(tmp_path / name)))

@@ -280,10 +280,13 @@ def test_without_a_tokenizer_the_audit_takes_the_one_that_a_run_would_train(
     told = Console(file=io.StringIO(), width=200)
 
     def audit_of(path: Path) -> int:
-        return run_audit(TrainingArguments("llama_fsdp", dataset=str(path)), AuditArguments(show=1), told)
+        args = TrainingArguments("llama_fsdp", dataset=str(path), warmup_steps=12, max_steps=10)
+        return run_audit(args, AuditArguments(show=1), told)
 
     assert audit_of(write_records(tmp_path / "chats.jsonl", chats(20))) == 0
-    assert "<|im_start|>assistant\n⟦" in told.file.getvalue()  # type: ignore[attr-defined]
+    said = told.file.getvalue()  # type: ignore[attr-defined]
+    assert "<|im_start|>assistant\n⟦" in said
+    assert "rate:    warm-up of 12 steps in a run of 10: it never reaches its peak" in said
     marked = [{"prompt": "Fruit?", "completion": " Stone.", "label": False}]
     with pytest.raises(UserError, match=r"row 1, column label: False(.|\n)*--objective kto"):
         audit_of(write_records(tmp_path / "kto.jsonl", marked))

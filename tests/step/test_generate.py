@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
 import torch
+from datasets import Dataset
+from rich.console import Console
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3NextConfig
 
+from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
+from shardwright.evaluation.completions import show_completions
 from shardwright.evaluation.decoders import CachedDecoder, RowDecoder, build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, can_cache, check_positions, choose
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
 from shardwright.model.facts import facts_of
 from shardwright.step.build import place_model
 from shardwright.weights.place import place_parameters
@@ -18,7 +26,7 @@ from shardwright.xla.device_mesh import build_mesh
 from tests.support.adapters import make_adapted
 from tests.support.cases import plain_model
 from tests.support.jobs import job_of
-from tests.support.tasks import MOE, TINY
+from tests.support.tasks import MOE, TINY, byte_tokenizer
 
 PROMPTS = [[5, 6, 7], [10, 11, 12, 13, 14, 15, 16], [200], [40, 3, 40, 3, 40]]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -57,6 +65,19 @@ def test_which_models_take_a_cache_of_one_shape_is_asked_of_transformers():
     with torch.device("meta"):
         made = {c.model_type: AutoModelForCausalLM.from_config(c) for c in (LlamaConfig(**TINY), Qwen3NextConfig())}
     assert {kind: can_cache(model) for kind, model in made.items()} == {"llama": True, "qwen3_next": False}
+
+
+def test_two_texts_are_gone_on_with_where_a_batch_has_one_row():
+    recipe = replace(load_recipe("llama_tp"), mesh=Mesh(fsdp=1, tensor=8))
+    config = LlamaConfig(**TINY | {"num_hidden_layers": 1})
+    job = job_of(recipe, config, sample_tokens=3, per_device_train_batch_size=1)
+    assert (job.row_shards, job.evaluation_rows) == (1, 1)
+    placed = place_model(job, build_mesh(recipe.mesh), state_dict_weights(plain_model(config).state_dict()))
+    rows = StoredRows(Dataset.from_dict({"input_ids": [list(range(100, 132)), list(range(140, 172))]}))
+    console, tokenizer = Console(file=io.StringIO(), width=200), byte_tokenizer()
+    show_completions(placed, tokenizer, rows, console)
+    lines = console.file.getvalue().splitlines()
+    assert [line.partition('"')[0].strip() for line in lines] == ["sample:", "→", "sample:", "→"]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from shardwright.model.meta_model import load_config
 from shardwright.models.ops.labels import IGNORE
 from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
 from shardwright.report.bars import TimesColumn
-from shardwright.report.lines import waiting
+from shardwright.report.lines import say, waiting
 from shardwright.report.notebook import live_progress
 from shardwright.report.units import size
 
@@ -59,6 +59,8 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
         found = audit(options, tokenizer, shown.show, shows.read)
     view = view_of(found, args, tokenizer)
     print_audit(console, view)
+    if args.max_steps > 0 and (words := args.schedule(1.0).notice):  # epochs become steps with a run's devices
+        say(console, f"rate:    {words}")
     _write(shown.html, "html", lambda: audit_page(view))
     _write(shown.json, "json", lambda: json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n")
     return TRAINS_WRONGLY if found.wrong else 0

@@ -27,7 +27,8 @@ def show_completions(placed: PlacedModel, tokenizer: Any, rows: StoredRows, cons
     try:
         shape = shape_of(placed.job, [len(prompt) for prompt in prompts])
         generator = build_generator(placed, shape, Sampling(args.sample_temperature or _TEMPERATURE, args.sample_top_p))
-        answers = generator(prompts, stop_tokens(args, placed.job.config) | {tokenizer.eos_token_id}, seed=args.seed)
+        stops = stop_tokens(args, placed.job.config) | {tokenizer.eos_token_id}
+        answers = generator.answers(prompts, stops, seed=args.seed)
     except (UserError, RuntimeError) as error:  # out of memory, say: the run is over, and nothing is lost
         say(console, f"samples: none, {str(error).splitlines()[0]}")
         return

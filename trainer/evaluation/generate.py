@@ -110,6 +110,11 @@ class Generator:
         self.decoder.end()
         return found
 
+    def answers(self, prompts: Sequence[Sequence[int]], stops: Collection[int], *, seed: int = 0) -> list[list[int]]:
+        """The tokens behind each of any number of prompts, as many at a time as there are rows."""
+        pieces = (prompts[first : first + self.shape.rows] for first in range(0, len(prompts), self.shape.rows))
+        return [tokens for piece in pieces for tokens in self(piece, stops, seed=seed)]
+
     def _run(self, prompts: Sequence[Sequence[int]] | None, uniform: torch.Tensor) -> torch.Tensor:
         """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
         decoder = self.decoder

@@ -55,10 +55,7 @@ class Samples:
         """
         if self.generator is None:
             self.generator = build_generator(placed, self.shape, sampling_of(self.job.args))
-        answers: list[list[int]] = []
-        for first in range(0, len(self.prompts), self.shape.rows):
-            prompts = self.prompts[first : first + self.shape.rows]
-            answers += self.generator(prompts, self.stops, seed=self.job.args.seed)
+        answers = self.generator.answers(self.prompts, self.stops, seed=self.job.args.seed)
         self.entries = [entry for entry in self.entries if entry["step"] < step]
         for text, tokens in zip(self.texts, answers, strict=True):
             answer = str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -3,6 +3,7 @@
 Of transformers 5.23 (trainer.py) and trl 1.16 (trainer/*_trainer.py).
 """
 
+import re
 from collections.abc import Iterable
 
 import transformers
@@ -135,6 +136,19 @@ KEYWORDS = {
     "model_adapter_name": "peft_config=, or TrainingArguments(adapter=…)",
 }
 
+_RANKED = "DPOTrainer or KTOTrainer on answers ranked before: nothing is generated while a run trains"
+_STUDENT = 'Trainer with TrainingArguments(objective="distill", teacher=…), on answers given'
+# class of theirs, without Trainer, Config or TrainingArguments → what takes its place
+CLASSES = {
+    **_each("GRPO RLOO PPO PPOv2 OnlineDPO XPO NashMD AsyncGRPO", _RANKED),
+    **_each("GKD Distillation MiniLLM", _STUDENT),
+    **_each("ORPO", 'Trainer with TrainingArguments(objective="orpo")'),
+    **_each("CPO", 'Trainer with TrainingArguments(objective="simpo"), or "orpo"'),
+    **_each("BCO", 'KTOTrainer, of single answers; DPOConfig(loss_type="bco_pair"), of pairs'),
+    **_each("PRM", "RewardTrainer, which learns a reward for a whole answer"),
+    **_each("Seq2Seq", "Trainer and TrainingArguments, with a causal model; sample_prompts=… for its answers"),
+}
+
 # parts of the names of further methods, for a class of one's own that has one → what takes their place
 _PARTS = {
     "loss": _LOSS,
@@ -179,6 +193,16 @@ def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
         why="here a step is one computation on a mesh, made of what the trainer is given",
         instead=ATTRIBUTES[name].format(name=name),
     )
+
+
+def check_class(name: str) -> None:
+    """Refuse the import of a class of theirs that is not here.
+
+    It is an ImportError, since ``from shardwright import`` keeps nothing of an AttributeError.
+    """
+    kind = re.sub(r"(Trainer|TrainingArguments|Config)\Z", "", name)
+    if kind in CLASSES:
+        raise ImportError(f"shardwright has no {name}; instead: {CLASSES[kind]}", name=name)
 
 
 def no_keyword(name: str, known: Iterable[str], options: Iterable[str]) -> UserError:

@@ -122,14 +122,19 @@ def refusal(each: Outcome, options: Collection[str]) -> str:
         return f"{spelt}{'' if each.value is True else f' {word(each.value):.80}'}: not to be had, {each.said}"
     if stray and not spelt.startswith("-"):
         return f"{spelt!r} {STRAY}"
-    return f"no option {spelt}; {each.said or nearest(spelt, options)}".rstrip()
+    return f"no option {spelt}; {f'{each.said};' if each.said else nearest(spelt, options)}".rstrip()
 
 
 def nearest(spelt: str, options: Collection[str]) -> str:
-    """``did you mean '--x'?`` with the nearest of ``options``, else of the table's names; empty if none is near."""
+    """``did you mean '--x'?`` with the nearest of ``options``, else of the table's names.
+
+    Empty if none is near; a name of theirs, which means nothing to the command, is no hint at itself.
+    """
     name, known = spelling(spelt), sorted({spelling(each) for each in options})
     found = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
-    found = found or difflib.get_close_matches(name, list(names()), n=1, cutoff=_NEAR_THEIRS)
+    theirs = set(names())
+    if not found and name not in theirs:
+        found = difflib.get_close_matches(name, sorted(theirs), n=1, cutoff=_NEAR_THEIRS)
     if not found:  # a word of one of ours, such as --epochs for --num_train_epochs
         found = [each for each in known if name in each.split("_")]
     if not found or len(found) > _PARTS:

@@ -98,7 +98,8 @@ def _outcome(name: str, value: Any, look: Look, known: Collection[str]) -> Outco
     names = {at.name, *at.options, *at.fill} - {""} if at.kind == OURS else set()
     if not names <= set(known):
         unknown = ", ".join(f"--{each}" for each in sorted(names - set(known)))
-        return Outcome(name, value, NO_OPTION, f"it would be {unknown}, which this command has not")
+        said = "" if names == {name} else f"it would be {unknown}, which this command has not"
+        return Outcome(name, value, NO_OPTION, said)
     if at.kind == UNNEEDED:
         return Outcome(name, value, UNNEEDED, "" if at.quiet else f"because {at.why}")
     if at.kind == MISSING:

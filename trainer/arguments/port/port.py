@@ -14,6 +14,7 @@ from shardwright.arguments.known_flags.flag_words import arguments_in, spelling,
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
 from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS
+from shardwright.arguments.port.no_objective import check_outcomes
 from shardwright.arguments.port.published import Published
 from shardwright.arguments.run_file import RUN_FILE, dumped
 from shardwright.arguments.training import TrainingArguments
@@ -85,11 +86,15 @@ class Port:
 
 
 def ported(found: Published) -> Port:
-    """The port of a published command: what means the same, or comes nearest to what is not to be had."""
+    """The port of a published command: what means the same, or comes nearest to what is not to be had.
+
+    Raises UserError if one of its arguments asks for a training that there is not here.
+    """
     pairs = list(found.pairs)
     if found.program == "llamafactory" and "finetuning_type" not in dict(pairs):
         pairs.append(("finetuning_type", "lora"))
     made = translated(pairs, _OPTIONS, lambda name: find(name, found.program), near=True)
+    check_outcomes(made.outcomes)
     options = {**made.fill, **made.options}
     if found.objective is not None:
         options.setdefault("objective", found.objective)

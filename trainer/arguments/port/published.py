@@ -14,11 +14,12 @@ from typing import Any
 from shardwright.arguments.known_flags.flag_words import arguments_in
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.port.datasets import spread
+from shardwright.arguments.port.no_objective import check_name, in_words, trains
 from shardwright.arguments.run_file import read_options
 from shardwright.errors import UserError
 
 YAML = (".yaml", ".yml", ".json")
-_OBJECTIVES = ("dpo", "kto", "reward", "grpo", "sft", "orpo", "ipo", "simpo", "cpo")
+_OBJECTIVES = ("dpo", "kto", "reward", "sft", "orpo", "ipo", "simpo", "cpo")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)\Z", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _PROGRAMS = ("axolotl", "llamafactory-cli", "llamafactory", "trl")  # that are given a job's name
@@ -48,7 +49,7 @@ class Published:
 def read_published(path: str) -> Published:
     """The command in a shell script, or the arguments in a YAML or JSON file.
 
-    Raises UserError if there is no such file, or no training is started in it.
+    Raises UserError if there is no such file, or no training is started in it, or one without an objective here.
     """
     found = _read(path)
     return replace(found, pairs=spread(found.program, found.pairs, Path(path).parent))
@@ -88,9 +89,13 @@ def _of_file(path: str, options: dict[str, Any]) -> Published:
 
 
 def _objective_in(text: str) -> str | None:
-    """The objective that the name of a script or a file has in it, as a word."""
-    parts = re.split(r"[^a-z]+", text.lower())
-    return next((name for name in _OBJECTIVES if name in parts), None)
+    """The objective that the name of a script or a file has in it, as a word; one that is none here is refused."""
+    for part in reversed(Path(text).parts):
+        check_name(part)
+        words = in_words(part)
+        if found := next((name for name in _OBJECTIVES if name in words), None):
+            return found
+    return None
 
 
 def _of_trl(objective: str | None) -> tuple[str, str | None]:
@@ -98,7 +103,7 @@ def _of_trl(objective: str | None) -> tuple[str, str | None]:
     if objective in ("orpo", "ipo", "simpo", "cpo"):
         return "trl dpo", "simpo" if objective == "cpo" else objective
     name = objective or "sft"
-    return f"trl {name}", None if name in ("sft", "grpo") else name
+    return f"trl {name}", None if name == "sft" else name
 
 
 def _lines(text: str) -> Iterator[list[str]]:
@@ -137,6 +142,8 @@ def _command(words: Sequence[str], folder: Path) -> Published | None:
         launcher = [each for each in launcher if each not in ("uv", "run")]
     else:
         job = name
+    if (name in _PROGRAMS or words[at - 1] == "-m") and not trains(job.rpartition(".")[2]):
+        return None
     program, objective = _program(name, job)
     return Published(program, list(_pairs(rest, folder, program)), launcher, objective)
 
