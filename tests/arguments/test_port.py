@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
     "axolotl_qlora.yml": (37, {"chat_template"}, {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
     "axolotl_full.sh": (
-        39,
+        41,
         {"optimizer", "datasets.roles"},
         {**CHATS, "run_name": "first"},
     ),
@@ -86,6 +86,9 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     (tmp_path / "sft.yaml").write_text(mixed)
     (tmp_path / "train.sh").write_text("trl sft --config sft.yaml")
     assert ported(read_published(str(tmp_path / "train.sh"))).options["dataset"] == "a/b:en:0.75,c/d:0.25"
+    (tmp_path / "train.sh").write_text("accelerate launch dpo.py --loss_type sigmoid --rpo_alpha 0.5")
+    pairs = ported(read_published(str(tmp_path / "train.sh"))).options
+    assert (pairs["loss_type"], pairs["loss_weights"], "objective" in pairs) == ("sigmoid,sft", "1,0.5", True)
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 
