@@ -176,6 +176,10 @@ BAD = {
     "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
     "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(notes\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
+    "turns under another name": (
+        lambda d: written(d / "x.jsonl", b'{"conversation": [{"role": "user", "content": "a"}], "id": "b"}\n'),
+        r"instead: .*rename_column\('conversation', 'messages'\)",
+    ),
     "tokenised": (
         lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'),
         r"tokens of another one",
