@@ -113,6 +113,7 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "no checkpoint at the path": ({"resume_from_checkpoint": "text"}, "no manifest.json in it"),
     "another model's checkpoint": ({"model": "deeper.json"}, "its weights are another model's"),
     "another model's checkpoint, of the same shapes": ({"model": "turned.json"}, "rope_parameters.rope_theta 10000"),
+    "an adapter on a whole model's checkpoint": ({"lora_r": 4}, "the options that it was saved with: no --lora_r"),
     "another optimizer's checkpoint": ({"optim": "lion"}, "the state of adamw"),
     "an output folder that another run holds": ({"output_dir": "held", "overwrite_output_dir": True}, "process "),
     "a run that is done": ({"max_steps": 2}, "there is nothing left to do"),

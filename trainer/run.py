@@ -43,6 +43,7 @@ from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.next_commands import MODEL, next_commands
 from shardwright.monitoring.run_page import LIVES, PAGE
+from shardwright.objectives import OBJECTIVES
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.report.units import mesh_text
@@ -95,6 +96,8 @@ class Start:
             found.append("those of the checkpoint")
         elif args.adapter is not None:
             found.append(f"the adapter's, of {args.adapter}")
+            if OBJECTIVES[args.objective].reference is not None:
+                found.append("compared with are those without it")
         return "; ".join(found)
 
     @property

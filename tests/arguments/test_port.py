@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
     "axolotl_qlora.yml": (37, {"chat_template"}, {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
     "axolotl_full.sh": (
-        39,
+        41,
         {"optimizer", "datasets.roles"},
         {**CHATS, "run_name": "first"},
     ),
@@ -108,6 +108,9 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
         found = ported(read_published(str(tmp_path / "train.yaml")))
         assert found.options["dataset"] == dataset
         assert {each.name for each in found.outcomes if each.kind == MISSING} == lost
+    (tmp_path / "train.sh").write_text("accelerate launch dpo.py --loss_type sigmoid --rpo_alpha 0.5")
+    pairs = ported(read_published(str(tmp_path / "train.sh"))).options
+    assert (pairs["loss_type"], pairs["loss_weights"], "objective" in pairs) == ("sigmoid,sft", "1,0.5", True)
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 

@@ -186,6 +186,8 @@ def test_the_audit_fails_where_a_lost_field_changes_what_is_trained_and_names_th
     assert not audited(tmp_path, thought, template=TEMPLATES["qwen3"]).wrong
     assert not audited(tmp_path, {"text": "a " * 99, "label": 1}).wrong
     assert list(audited(tmp_path, {"text": "a " * 99, "image": "x.png"}).wrong) == ["lost"]
+    ranked = {"prompt": "one and one?", "chosen": " two", "rejected": " three", "margin": 0.5}  # a reward model's
+    assert "lost" in audited(tmp_path, ranked, reads=[PAIRS]).wrong
 
 
 # ---- how records are written down ----

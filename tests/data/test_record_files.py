@@ -15,6 +15,7 @@ import pytest
 from shardwright.data.corpus import Corpus
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.files import Unreadable, rows_of
+from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
@@ -136,8 +137,9 @@ def test_a_text_file_among_others_that_is_no_utf8_is_left_out(tmp_path: Path) ->
     ],
 )
 def test_json_is_read_in_lines_or_whole(tmp_path: Path, content: bytes, rows: list[object]) -> None:
-    path = tmp_path / "x.json"
+    path = tmp_path / "x.ndjson"
     path.write_bytes(content)
+    assert not content or getattr(locate(str(path)), "kind", "") == "json"
     assert list(rows_of(path, "json")) == rows
     assert list(rows_of(path, "json", 1)) == rows[1:]
 

@@ -153,7 +153,11 @@ BAD = {
     "one line not UTF-8": (lambda d: one_bad_record(d / "x.txt"), r"x\.txt, line 8: .*utf-8"),
     "packed": (
         lambda d: written(d / "x.jsonl.gz", gzip.compress(b'{"text": "a"}\n')),
-        r"line 1: .*\n(.*\n)*.*unpack it",
+        r"a packed file, x\.jsonl\.gz\n(.*\n)*.*gzip -d ",
+    ),
+    "packed beside others": (
+        lambda d: written(write_jsonl(d / "m" / "x.jsonl").with_name("y.jsonl.zst"), b"a").parent,
+        r"a packed file, y\.jsonl\.zst",
     ),
     "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "no JSON: Expecting value"),
     "malformed CSV": (lambda d: written(d / "x.csv", b'text\n"a,b\n'), r"x\.csv, row 1: line 2: unexpected end"),
@@ -172,6 +176,10 @@ BAD = {
     "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
     "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(notes\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
+    "turns under another name": (
+        lambda d: written(d / "x.jsonl", b'{"conversation": [{"role": "user", "content": "a"}], "id": "b"}\n'),
+        r"instead: .*rename_column\('conversation', 'messages'\)",
+    ),
     "tokenised": (
         lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'),
         r"tokens of another one",

@@ -183,7 +183,7 @@ def test_transformers_arguments_are_taken_and_open_no_device(tmp_path):
     tokens = Dataset.from_list([{"input_ids": [1] * n} for n in (3, 21, 9)])
     found = trainer(llama(), args=args, train_dataset=tokens).args
     assert (found.learning_rate, found.lr_scheduler_type, found.max_steps) == (1e-3, "cosine", 3)
-    assert (found.sequence_length, found.per_device_train_batch_size) == (24, 8)
+    assert (found.sequence_length, found.packing, found.per_device_train_batch_size) == (24, False, 8)
     with pytest.raises(UserError, match="sequence_length"):
         trainer(llama(), args=args, train_dataset=tokens.to_iterable_dataset())
 

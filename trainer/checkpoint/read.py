@@ -11,6 +11,7 @@ import json
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
+from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.checkpoint import format_1, host_state, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, noted, noted_folder, saved_steps
 from shardwright.checkpoint.same_model import differences
@@ -28,6 +30,7 @@ from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.model.meta_model import config_of
 from shardwright.models.adapters.lora import own_parameters
+from shardwright.objectives import DEFAULT
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 from shardwright.weights.names import first_lines
@@ -116,22 +119,37 @@ class RunCheckpoint:
         found = {name: tuple(self._tensors(name).shape) for name in names if name != METRICS}
         saved: dict[str, Any] = self._json("config.json", dict)
         try:
-            wrong = differences(saved, config or model.config)
+            other = differences(saved, config or model.config)
         except Exception as error:  # transformers' config classes raise many types
             raise manifest.damaged(self.folder, f"config.json is no config of a model ({error})") from None
-        wrong += [f"{name} is not in it" for name in wanted if name not in found]
+        wrong = [f"{name} is not in it" for name in wanted if name not in found]
         wrong += [f"{name}, which the model has not" for name in found if name not in wanted]
         for name, shape in wanted.items():
             if found.get(name, shape) != shape:
                 wrong.append(f"{name} of shape {list(found[name])}, the model's is {list(shape)}")
-        if wrong:
+        if wrong and not other and (self._trained or any("_lora_" in name for name in wanted)):
             raise UserError(
                 asked=f"the weights in {self.folder}",
                 found=first_lines(wrong),
+                why="they are of the same model, of which this run's options train others",
+                instead=f"the options that it was saved with: {self._trained or 'no --lora_r'}; or a new run, in "
+                "another --output_dir",
+            )
+        if other or wrong:
+            raise UserError(
+                asked=f"the weights in {self.folder}",
+                found=first_lines([*other, *wrong]),
                 why="its weights are another model's: under this one's config they compute other numbers, if any",
                 instead=f"the model that it was saved with (--model {self.arguments.get('model')}; its config is "
                 f"{self.folder}/config.json)",
             )
+
+    @property
+    def _trained(self) -> str:
+        """The options by which the saved run trained other weights than all of a model's; empty: it trained these."""
+        usual = {each.name: each.default for each in fields(AdapterArguments)} | {"objective": DEFAULT}
+        said = {name: value for name, value in self.arguments.items() if value not in (None, usual.get(name, value))}
+        return " ".join(f"--{name} {value}" for name, value in said.items())
 
     def check_optimizer(self, optim: str) -> None:
         """Raises UserError unless the state beside the weights is that of ``--optim``."""

@@ -55,7 +55,7 @@ def translated(args: TrainingArguments, asked: Mapping[str, Any]) -> tuple[Train
 
 
 def with_longest(args: TrainingArguments, train: Dataset | IterableDataset | None) -> TrainingArguments:
-    """``args`` with rows as long as the longest record of tokens, rounded up to eights: transformers pads to that.
+    """``args`` with a row for each record of tokens, as long as the longest, as transformers pads; up to eights.
 
     Raises UserError for a stream of tokens, whose longest record is not known.
     """
@@ -70,7 +70,7 @@ def with_longest(args: TrainingArguments, train: Dataset | IterableDataset | Non
         )
     parts = train.with_format("arrow").iter(10_000)
     longest = max((pc.max(pc.list_value_length(part["input_ids"])).as_py() or 0 for part in parts), default=0)
-    return replace(args, sequence_length=max(8, math.ceil(longest / 8) * 8))
+    return replace(args, sequence_length=max(8, math.ceil(longest / 8) * 8), packing=False)
 
 
 def check_unused(**given: Any) -> None:

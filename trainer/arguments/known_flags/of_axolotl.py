@@ -39,7 +39,7 @@ from shardwright.arguments.known_flags.of_transformers import (
     REMAT,
     WANDB,
 )
-from shardwright.arguments.known_flags.of_trl import NO_CHOSEN, OFFLOAD, REFERENCE, RL, SHUFFLED
+from shardwright.arguments.known_flags.of_trl import OFFLOAD, REFERENCE, RL, SHUFFLED, WITH_CHOSEN
 
 PER_EPOCH = "steps are counted here: a share of an epoch is a number of steps"
 TEMPLATE = ours(
@@ -94,12 +94,14 @@ ARGUMENTS: Cells = {
     "datasets.field": ours("text_column", at={"text": NOTHING}),
     "datasets.field_messages": under("messages conversations"),
     "datasets.field_system": under("system"),
+    "datasets.field_chosen": under("chosen"),
+    "datasets.field_rejected": under("rejected"),
     "datasets.field_tools": under("tools"),
     "datasets.message_field_role": under("role from"),
     "datasets.message_field_content": under("content value"),
     "datasets.message_field_training": under("train weight"),
     "datasets.message_property_mappings": under("role=role,content=content role=from,content=value"),
-    "datasets.roles": Entry(OURS, read=known_roles),
+    "datasets.roles": Entry(OURS, read=known_roles, why="roles are read so"),
     "datasets.roles_to_train": missing(
         "the assistant's turns are learned",
         "--train_on_prompt true, or `train` in messages",
@@ -275,7 +277,7 @@ ARGUMENTS: Cells = {
         kto_desirable_weight="desirable_weight",
         kto_undesirable_weight="undesirable_weight",
     ),
-    "rpo_alpha": NO_CHOSEN,
+    "rpo_alpha": WITH_CHOSEN,
     "precompute_ref_log_probs": REFERENCE,
     "trl vllm": RL,
 }

@@ -27,7 +27,7 @@ from shardwright.arguments.known_flags.of_transformers import (
     SCALES,
     WANDB,
 )
-from shardwright.arguments.known_flags.of_trl import ALIKE, CUT, NO_CHOSEN, OTHER_REFERENCE, REFERENCE, RL
+from shardwright.arguments.known_flags.of_trl import ALIKE, CUT, OTHER_REFERENCE, REFERENCE, RL, WITH_CHOSEN
 
 NO_FREEZE = ("some layers alone are trained by an adapter of them", "--lora_r 16 --layers_to_transform 24:32")
 NO_CONFIG = ("the model's config says it", "a config.json with it, in the folder of --model")
@@ -175,7 +175,7 @@ ARGUMENTS: Cells = {
             **{name: sets(objective=name) for name in ("ipo", "orpo", "simpo")},
         },
     ),
-    "pref_ftx": NO_CHOSEN,
+    "pref_ftx": WITH_CHOSEN,
     "pref_bco_weight": ("there is no BCO here", "--objective dpo"),
     **same("simpo_gamma"),
     "ref_model": OTHER_REFERENCE,

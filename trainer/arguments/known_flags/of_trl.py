@@ -3,6 +3,7 @@
 from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several
 from shardwright.arguments.known_flags.entry import (
     DEFAULT,
+    NOTHING,
     Cells,
     fills,
     listed,
@@ -40,7 +41,13 @@ _OF_REFERENCE: Cells = {
     "ref_model_mixup_alpha ref_model_sync_steps": "they say something of a moving reference alone",
 }
 ALIKE = ("each answer's tokens count alike", "--objective simpo, which takes their mean")
-NO_CHOSEN = ("no likelihood of the chosen answer is added", "--objective orpo")
+WITH_CHOSEN = ours(
+    "loss_weights",
+    "the likelihood of the chosen answer is added",
+    lambda weight: f"1,{float(weight):g}",
+    at={"none 0 0.0": NOTHING},
+    fill={"loss_type": "sigmoid,sft"},
+)
 NO_LOSS = ("there is no such loss here", "--loss_type sigmoid, or --objective dpo, ipo, orpo, simpo, kto")
 RL = (
     "nothing is generated while a run trains: there is no GRPO and no PPO here",
@@ -208,7 +215,7 @@ OLDER: Cells = {
     "generate_during_eval": ("answers are sampled from a file of prompts", "--sample_prompts FILE"),
     "is_encoder_decoder": ("models are causal language models", "nothing"),
     "label_pad_token_id padding_value": "it is -100, as everywhere",
-    "rpo_alpha": missing(*NO_CHOSEN, objective="orpo"),
+    "rpo_alpha": WITH_CHOSEN,
     "reference_free": NO_LOSS,
     "model_adapter_name ref_adapter_name force_use_ref_model": "an adapter is compared with its base",
     "base_model_attribute_name": "the model is found by its class",

@@ -13,7 +13,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "trl reward": {**_PAIRS, "learning_rate": 1e-4},
     "trl grpo": {},
     "llamafactory": {**_TRAINER, "sequence_length": 2048, "packing": False},
-    "axolotl": {"num_train_epochs": 1.0, "sequence_length": 512, "packing": False, "lr_scheduler_type": "cosine"},
+    "axolotl": {
+        "num_train_epochs": 1.0,
+        "sequence_length": 512,
+        "packing": False,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.03,  # and 100 steps at most
+    },
 }
 # the arguments without which a program trains all weights, whatever else is said of an adapter → their values for one
 ADAPTED_BY: dict[str, tuple[str, tuple[str, ...]]] = {

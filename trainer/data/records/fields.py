@@ -12,7 +12,7 @@ SAYS = frozenset({"reasoning", "reasoning_content", "thinking", "tool_calls", "f
 # fields that say what is learned, or that the model is to see: without them something else is trained
 _MEANT = SAYS.union(
     (*MEDIA, "content", "tools", "system", "history", "documents"),
-    ("weight", "weights", "train", "training", "loss", "mask", "loss_mask"),
+    ("weight", "weights", "train", "training", "loss", "mask", "loss_mask", "margin"),
     ("attention_mask", "completion_mask", "assistant_mask", "assistant_masks"),
 )
 

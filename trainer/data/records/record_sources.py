@@ -19,12 +19,12 @@ from shardwright.files.folder import ABSENT, errors
 _TEXT = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
 KIND_OF = {
     **dict.fromkeys(_TEXT, "text"),
-    ".json": "json",
-    ".jsonl": "json",
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".csv": "csv",
 }
+_PACKED = {".gz": "gzip -d", ".zst": "zstd -d", ".bz2": "bzip2 -d", ".xz": "xz -d"}  # → what unpacks it
 _SPLIT = re.compile(r"\w[\w.-]*")
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
 _HELDOUT_FILE = re.compile(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])")
@@ -189,10 +189,20 @@ def _state(file: Path) -> os.stat_result | None:
 
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
     """The files at ``path``, and their one kind. A path that is itself a file of unknown suffix is text."""
+    found = {path.name: path} if path.is_file() else _files(path, "", set())
+    for name in map(Path, found):
+        inside = name.with_suffix("")
+        if name.suffix.lower() in _PACKED and _kind(inside) and inside.as_posix() not in found:
+            raise UserError(
+                asked=asked,
+                found=f"a packed file, {name}",
+                why="a run reads from any row on, which in a packed file can't be found",
+                instead=f"the file unpacked: {_PACKED[name.suffix.lower()]} {found[name.as_posix()]}",
+            )
     if path.is_file():
-        files, kinds = {path.name: path}, {_kind(path) or "text": path.name}
+        files, kinds = found, {_kind(path) or "text": path.name}
     else:
-        files = {name: file for name, file in _files(path, "", set()).items() if _kind(file)}
+        files = {name: file for name, file in found.items() if _kind(file)}
         data = {
             name: file
             for name, file in files.items()

@@ -67,7 +67,15 @@ def _columns_offered(columns: Mapping[str, Any], named: str | None) -> str:
     if named is not None and offered:
         return offered
     renamed = "columns renamed to prompt and completion (dataset.rename_columns)"
+    if turns := next((name for name, feature in columns.items() if _holds_turns(feature)), None):
+        return f"that column of turns renamed: dataset.rename_column({turns!r}, 'messages')"
     return f"{offered}, to train on that text alone; or {renamed}" if offered else renamed
+
+
+def _holds_turns(feature: Any) -> bool:
+    """Whether a column is a list of messages, by the keys of its items."""
+    item = getattr(feature, "feature", None)
+    return isinstance(item, Mapping) and (item.keys() >= {"role", "content"} or item.keys() >= {"from", "value"})
 
 
 def _check_media(columns: Mapping[str, Any], asked: str, shape: RecordShape) -> None:

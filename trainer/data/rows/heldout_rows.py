@@ -92,7 +92,8 @@ def heldout_of_stream(
             asked=f"held-out rows of {packer.length} tokens from the stream {stream.asked}",
             found=f"{len(hashes)} documents to hold out, of {len(packer.rest)} tokens in all",
             why="they don't fill one row; of a stream, a hash of each document decides",
-            instead="more data, a shorter --sequence_length, or no --streaming: it holds out a share of what there is",
+            instead="--eval_dataset with data of their own; more data, a shorter --sequence_length, or no --streaming, "
+            "which holds out a share of what there is",
         )
     rows = {name: np.concatenate([piece[name] for piece in pieces])[:HELDOUT_ROWS] for name in packer.columns}
     return StoredRows(Dataset(as_table(rows)), packer.tally), frozenset(hashes)
