@@ -123,7 +123,8 @@ def test_a_tpu_vm_without_an_image_gets_the_code_and_trains_with_what_it_install
     host, sent, programs = tmp_path / "host", tmp_path / "sent", tmp_path / "bin"
     host.mkdir()
     train = [str(word) for word in tiny_run(tmp_path)] + ["--output_dir", str(host / "out"), "--max_steps", "2"]
-    train[train.index("llama_fsdp")] = str(recipe)
+    at = train.index("llama_fsdp")
+    train[at - 1 : at + 1] = [f"--recipe={recipe}"]  # as one word
     plan = planned("tpu-vm", image="", train=train, environment={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
     write(plan, sent)
     copy = 'for word in "${@:5}"; do case $word in -*|*:) ;; *) cp -r "$word" "$HOST" ;; esac; done'

@@ -1,6 +1,7 @@
 """TPU VMs by gcloud: a queued resource, and a loop on each host that restarts the run."""
 
 import itertools
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def plan(request: Request) -> LaunchPlan:
         files |= {_INSTALL: filled(_INSTALL), _NEEDS: requirements()}
         folders = sent_folders()
         copied = ["--recurse", _HOST, _INSTALL, _NEEDS, "shardwright"]
-        for path in _recipe_files(request.train):
+        for path in (Path(os.path.expanduser(word)) for word in _recipe_files(request.train)):
             files[path.name], copied = path.read_text(encoding="utf-8"), [*copied, path.name]
     return LaunchPlan(
         files=files,
@@ -70,11 +71,14 @@ def _in_container(request: Request) -> tuple[str, str]:
 def _in_environment(request: Request) -> tuple[str, str]:
     """The same commands for the code that was sent, in the environment that `install.sh` made."""
     variables = [f"{name}={value}" for name, value in ({"PYTHONPATH": "."} | request.variables).items()]
-    names = {str(path): path.name for path in _recipe_files(request.train)}
+    names = {word: Path(word).name for word in _recipe_files(request.train)}
+    names |= {f"--recipe={word}": f"--recipe={name}" for word, name in names.items()}
     words = ["env/bin/python", "-m", "shardwright.scripts.train", *(names.get(word, word) for word in request.train)]
     return f"env $(cat megascale.env) {shlex.join(variables)} {shlex.join(words)}", "kill -TERM $run"
 
 
-def _recipe_files(train: Sequence[str]) -> list[Path]:
+def _recipe_files(train: Sequence[str]) -> list[str]:
     """The run's recipe, where it is a file of the user's: it is sent along, and lies beside the code."""
-    return [Path(path) for name, path in itertools.pairwise(train) if name == "--recipe" and path.endswith(".py")]
+    given = [after for word, after in itertools.pairwise(train) if word == "--recipe"]
+    given += [word.partition("=")[2] for word in train if word.startswith("--recipe=")]
+    return [path for path in given if path.endswith(".py")]
