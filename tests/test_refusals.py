@@ -89,6 +89,8 @@ PLAN: dict[str, tuple[dict[str, Any], str]] = {
         "× 27 tokens on 8 devices",
     ),
     "an activation of no module": ({"recipe": "activations.py"}, "no module of the model has such a name"),
+    "an activation of a list": ({"recipe": "list.py"}, "a ModuleList, which has no output"),
+    "an activation of one scanned layer": ({"recipe": "one.py"}, "names model.layers.1, and model.layers.0 not"),
 }
 RUN: dict[str, tuple[dict[str, Any], str]] = {
     "a name too long": ({"model": "x" * 5000}, "File name too long"),
@@ -175,6 +177,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lines.py": ANY.format(**{**REPLICATED, "parameters": '{"model.rows.weight": {}}'}),
         "deep.py": ANY.format(**{**REPLICATED, "layout": '{"fsdp": Shard(3)}'}),
         "activations.py": ANY.format(**{**REPLICATED, "activations": '{"model.rows.*": {}}'}),
+        "list.py": ANY.format(**{**REPLICATED, "activations": '{"model.layers": {}}'}),
+        "one.py": ANY.format(**{**REPLICATED, "activations": '{"model.layers.1": {}}'}),
         "text/0.txt": "some text\n" * 99,
         "text/1.txt": "other text\n" * 99,
         "mixed/a.txt": "text",

@@ -309,11 +309,27 @@ def test_what_is_of_another_kind_is_refused_by_the_arguments_name(given, words):
         resolve(given.pop("args", None), **given)
 
 
-def test_a_model_of_other_weights_than_its_config_makes_is_refused_before_a_device_is_opened(tmp_path):
+class Scaled(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m.model.layers[0], "extra", torch.nn.Linear(2, 2)), "extra.weight, which LlamaForCausalLM"),
+        (lambda m: setattr(m, "__class__", Scaled), r"the model, a Scaled, has a forward of its own(.|\n)*register\("),
+        (lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.Tanh()), "layers.1.mlp.act_fn, a Tanh, has a for"),
+        (lambda m: setattr(m.model.norm, "forward", lambda x: x), "model.norm, a LlamaRMSNorm, has a forward of its"),
+        (lambda m: setattr(m, "loss_function", sum), "its loss_function is <built-in function sum"),
+    ],
+    ids=["a parameter", "a class", "a module", "a method", "a loss"],
+)
+def test_a_model_that_is_not_the_one_its_config_makes_is_refused_before_a_device_is_opened(tmp_path, change, words):
     model = llama()
-    model.model.layers[0].extra = torch.nn.Linear(2, 2)
+    change(model)
     args = TrainingArguments(output_dir=str(tmp_path / "out"), sequence_length=LENGTH)
-    with pytest.raises(UserError, match=r"layers.0.extra.weight, which LlamaForCausalLM has not"):
+    with pytest.raises(UserError, match=words):
         Trainer(model, args, recipe="llama_fsdp", processing_class=byte_tokenizer()).train()
     assert not (tmp_path / "out").exists()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from shardwright.arguments.training import TrainingArguments
@@ -39,6 +40,28 @@ class RunInputs:
     compute_loss: Callable[..., Any] | None = None
     compute_metrics: Callable[..., Any] | None = None
 
+    def check_code(self, whole: PreTrainedModel) -> None:
+        """Raises UserError if the given model computes by other code than ``whole``, which its config makes."""
+        if self.model is None:
+            return
+        made = dict(whole.named_modules())
+        other = [
+            f"{name or 'the model'}, {a_type(module)}, has a forward of its own"
+            for name, module in self.model.named_modules()
+            if name in made and _has_other_forward(module, made[name])
+        ]
+        if "_loss_function" in vars(self.model):
+            other.insert(0, f"its loss_function is {vars(self.model)['_loss_function']}")
+        if other:
+            kind, config = type(self.model).__name__, type(self.model.config).__name__
+            raise UserError(
+                asked=f"model={a_type(self.model)}",
+                found="; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else ""),
+                why=f"what is trained is {a_type(whole)}, which its config makes, with the given weights",
+                instead=f"a class that makes all of it, and before the trainer is made "
+                f"AutoModelForCausalLM.register({config}, {kind}, exist_ok=True); compute_loss_func=, for a loss",
+            )
+
     def weights(self, whole: PreTrainedModel) -> Source | None:
         """The source of the given model's weights, under the names of ``whole``; None: no model is given.
 
@@ -62,6 +85,15 @@ class RunInputs:
                 instead=f"{a_type(whole)}, as transformers loads one, before anything is added to it",
             )
         return state_dict_weights(state)
+
+
+def _has_other_forward(module: nn.Module, made: nn.Module) -> bool:
+    """Whether ``module`` computes otherwise than ``made``; what only moves or compiles its tensors' code does not."""
+    own = vars(module).get("forward")
+    if own is not None and not hasattr(module, "_hf_hook") and not hasattr(own, "_torchdynamo_orig_callable"):
+        return True
+    # families of which a part can't be compiled are made with a class of ours around theirs
+    return type(module).forward is not type(made).forward and type(module) not in type(made).__mro__
 
 
 def resolve(

@@ -81,6 +81,8 @@ class Job:
     def __post_init__(self) -> None:
         model_checks.check_model(self.recipe, self.args, self.facts)
         _ = self.stored
+        for pattern in self.recipe.activations:
+            assembly.modules_of(self.assembled, pattern)
         rows, length, devices = self.micro_batch_rows, self.args.sequence_length, self.devices
         if self.recipe.compute.experts == "dropless" and rows * length % devices:
             raise UserError(

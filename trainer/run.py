@@ -286,6 +286,7 @@ def _prepared(
             job, args = kept, kept.args
             tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
+    given.check_code(job.facts.whole)
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
         source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed, job.rows_needed)
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 from transformers import (
@@ -15,7 +16,9 @@ from transformers import (
 )
 
 from shardwright import Compute, Mesh, Recipe, Shard
+from shardwright.errors import UserError
 from shardwright.layout.auto import auto_recipe
+from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import meta_model
 from shardwright.models.experts import dropless_rows
 from shardwright.models.experts.expert_families import experts_modules
@@ -185,8 +188,16 @@ def test_a_recipe_made_from_the_model_itself(config, mesh):
     check_gradients(make_case(recipe, config, **PLAIN_LAYERS))
 
 
-def test_tied_llama_under_llama_fsdp():
-    check_gradients(make_case("llama_fsdp", one_layer("llama_fsdp", tie_word_embeddings=True), **PLAIN_LAYERS))
+def test_tied_llama_under_llama_fsdp_with_the_output_of_the_whole_decoder_laid_out():
+    recipe = replace(load_recipe("llama_fsdp"), activations={"model": {"fsdp": Shard(0)}})  # a dictionary of outputs
+    check_gradients(make_case(recipe, one_layer("llama_fsdp", tie_word_embeddings=True), **PLAIN_LAYERS))
+
+
+def test_an_activation_that_its_layout_can_not_have_is_refused_with_its_line():
+    recipe = replace(load_recipe("llama_fsdp"), activations={"model.norm": {"fsdp": Shard(3)}})
+    case = make_case(recipe, one_layer("llama_fsdp"), **PLAIN_LAYERS)
+    with pytest.raises(UserError, match=r"(?s)'model\.norm'.*a tensor of 3 dimensions"):
+        case.gradients(make_batch(case.config))
 
 
 def test_dynamic_rope_within_its_positions_equals_the_plain_model():

@@ -31,7 +31,7 @@ def load_recipe(name_or_path: str) -> Recipe:
     Raises UserError if there is no such recipe, or the file defines none, or fails (its line is named).
     """
     shipped = shipped_recipes()
-    path = Path(name_or_path) if name_or_path.endswith(".py") else shipped.get(name_or_path)
+    path = Path(os.path.expanduser(name_or_path)) if name_or_path.endswith(".py") else shipped.get(name_or_path)
     if path is None:
         meant = did_you_mean(name_or_path, [*shipped, *_files_beside(name_or_path)])
         if not (meant or of_a_command()):  # TrainingArguments("out"): transformers' first argument by place
@@ -79,7 +79,7 @@ def _files_beside(name: str) -> list[str]:
 
 def _run_file(path: Path) -> dict[str, Any]:
     """Runs the file and returns its variables; any failure becomes a UserError that names file and line."""
-    variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path), "__package__": ""}
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source, str(path))
@@ -99,7 +99,7 @@ def _run_file(path: Path) -> dict[str, Any]:
             asked=where,
             found=_said(error),
             why="the file must run to its end for its recipe to be read",
-            instead=_mend(error, variables) or "mend that line; recipes/mixtral_ep.py is a file to compare with",
+            instead=_mend(error, variables, path) or "mend that line; recipes/mixtral_ep.py is a file to compare with",
         ) from error
     return variables
 
@@ -110,8 +110,12 @@ def _said(error: BaseException) -> str:
     return f"{text}: {line:.80}" if line else text
 
 
-def _mend(error: BaseException, variables: Mapping[str, Any]) -> str:
+def _mend(error: BaseException, variables: Mapping[str, Any], path: Path) -> str:
     """The word, argument or import that a line of a recipe was meant to have; empty if that can't be told."""
+    first = str(getattr(error, "name", None)).partition(".")[0]
+    beside = any(os.path.exists(path.parent / each) for each in (first, f"{first}.py"))
+    if (isinstance(error, ModuleNotFoundError) and beside) or "relative import" in str(error):
+        return "its lines in this file: a recipe is one file, which is sent to hosts alone; or an installed package"
     if isinstance(error, ModuleNotFoundError):
         return did_you_mean(str(error.name), ["shardwright"]).strip()
     if isinstance(error, ImportError) and (found := _NOT_IMPORTED.match(str(error))):

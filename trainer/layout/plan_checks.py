@@ -134,13 +134,22 @@ def check_divisible(
 
 
 def check_activations(recipe: Recipe, model: nn.Module) -> None:
-    """Raises UserError unless each line of ``activations`` names a module of the model."""
-    modules = [name for name, _ in model.named_modules() if name]
+    """Raises UserError unless each line of ``activations`` names a module of the model, and one that has an output."""
+    modules = {name: module for name, module in model.named_modules() if name}
     for pattern in recipe.activations:
-        if not any(matches(pattern, name) for name in modules):
+        found = [module for name, module in modules.items() if matches(pattern, name)]
+        asked = f"recipe {recipe.name}: activations line {pattern!r}"
+        if not found:
             raise UserError(
-                asked=f"recipe {recipe.name}: activations line {pattern!r}",
+                asked=asked,
                 found="no module of the model has such a name",
                 why="an activation is the output of a module",
                 instead=did_you_mean(pattern, dict.fromkeys(map(collapse, modules))) + "correct or remove the line",
+            )
+        if all(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in found):
+            raise UserError(
+                asked=asked,
+                found=f"a {type(found[0]).__name__}, which has no output of its own",
+                why="an activation is the output of a module",
+                instead=f'"{pattern}.*", for each module in it',
             )

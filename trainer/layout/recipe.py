@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -193,11 +194,13 @@ class Recipe:
             meant = self.mesh.axes | {axis: size for axis, size in sizes.items() if axis in self.mesh.axes}
             if wrong and len(missing) == 1:  # the user's word for the one value that is missing
                 meant[missing[0]] = sizes[wrong]
+            elif wrong and not missing and min(sizes.values()) > 0:  # as many devices
+                meant[next(iter(meant))] *= math.prod(size for axis, size in sizes.items() if axis not in meant)
             raise UserError(
                 asked=f"mesh {text!r}",
                 found=f"recipe {self.name} has the axes {', '.join(self.mesh.axes)}",
                 why=f"axis {wrong!r} is not one of them" if wrong else "each of them needs one whole number",
-                instead=mesh_option(meant),
+                instead=mesh_option(meant) + (f"; or {wrong} in the recipe's Mesh and lines" if wrong else ""),
             )
         return replace(self, mesh=Mesh(dcn=self.mesh.dcn, **{axis: sizes[axis] for axis in self.mesh.axes}))
 

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwright.errors import UserError, a_type
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec, partition_spec
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
-from shardwright.layout.recipe import Layout, matches
+from shardwright.layout.recipe import Layout
+from shardwright.model.assembly import modules_of
 from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
@@ -61,9 +63,8 @@ def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> Pr
     if not any(isinstance(module, DecoderLayers) for module in model.modules()):
         number_layers(model)
     for pattern, layout in activations.items():
-        for name, module in model.named_modules():
-            if matches(pattern, name):
-                module.register_forward_hook(functools.partial(_constrain_output, layout, mesh))
+        for module in modules_of(model, pattern):
+            module.register_forward_hook(functools.partial(_constrain_output, pattern, layout, mesh))
     return model
 
 
@@ -150,9 +151,28 @@ def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunctio
     return Loss(model, prepare, inside, leaves, job.router_loss, goal, routers, own, further, pieces, noise)
 
 
-def _constrain_output(layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook that lays out a module's output, or the first of its outputs."""
-    several = isinstance(output, (tuple, list))
-    first = output[0] if several else output
-    placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
-    return type(output)([placed, *output[1:]]) if several else placed
+def _constrain_output(pattern: str, layout: Layout, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook that lays out a module's output, or the first of its outputs, as the line ``pattern`` says."""
+    key: Any = next(iter(output), None) if isinstance(output, dict) else 0  # transformers' outputs are dictionaries
+    several = isinstance(output, (tuple, list, dict)) and len(output) > 0
+    first = output[key] if several else output
+    asked = f"activations line {pattern!r}"
+    if not isinstance(first, torch.Tensor):
+        raise UserError(
+            asked=asked,
+            found=f"a {type(module).__name__}, whose output is {a_type(first)}",
+            why="only a tensor is laid out",
+            instead="a line for a module inside it, or around it",
+        )
+    try:
+        spec = partition_spec(layout, first.dim(), tuple(mesh.shape()))
+    except UserError as error:
+        asked += f": {error.asked}"
+        raise UserError(asked=asked, found=error.found, why=error.why, instead=error.instead) from None
+    placed = sharding.constrain(first, mesh, spec)
+    if not several:
+        return placed
+    if isinstance(output, dict):
+        output[key] = placed
+        return output
+    return type(output)([placed, *output[1:]])
