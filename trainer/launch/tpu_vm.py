@@ -31,7 +31,8 @@ def plan(request: Request) -> LaunchPlan:
         files |= {_INSTALL: filled(_INSTALL), _NEEDS: requirements()}
         folders = sent_folders()
         copied = ["--recurse", _HOST, _INSTALL, _NEEDS, "shardwright"]
-        if (recipe := Path(request.option("recipe")).expanduser()).suffix == ".py":  # the user's: it lies beside the code
+        # the user's own lies beside the code
+        if (recipe := Path(request.option("recipe")).expanduser()).suffix == ".py":
             files[recipe.name], copied = recipe.read_text(encoding="utf-8"), [*copied, recipe.name]
     return LaunchPlan(
         files=files,
