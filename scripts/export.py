@@ -48,6 +48,7 @@ def main() -> None:
     from shardwright.files.folder import TEMPORARY, Folder
     from shardwright.model.adapted_weights import Part
     from shardwright.model.facts import facts_of
+    from shardwright.model.meta_model import means_weights
     from shardwright.model.peft_config import read_config
     from shardwright.model.trained_rows import rows_needed
     from shardwright.weights.adapter_weights import merge_factors
@@ -55,7 +56,7 @@ def main() -> None:
     from shardwright.weights.hub_read import open_hub_weights, reopen_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export, kept_in_float32
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
-    from shardwright.weights.weight_sources import in_dtype, means_weights, part_and_rest, part_of, seeded_init
+    from shardwright.weights.weight_sources import in_dtype, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
     console = Terminal()

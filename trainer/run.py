@@ -39,6 +39,7 @@ from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
 from shardwright.model.lora_options import check_same, described, stored_said
+from shardwright.model.meta_model import means_weights
 from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.next_commands import MODEL, next_commands
@@ -52,7 +53,7 @@ from shardwright.weights import mtp
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading, reopen_hub_weights
 from shardwright.weights.names import first_names
-from shardwright.weights.weight_sources import Source, means_weights
+from shardwright.weights.weight_sources import Source
 from shardwright.xla import device_mesh, runtime
 from shardwright.xla.stop_requests import unwinding
 

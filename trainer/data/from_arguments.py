@@ -13,10 +13,8 @@ from shardwright.data.chat_template import with_chat_template
 from shardwright.data.corpus import DataOptions
 from shardwright.data.samples.samples import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
-from shardwright.files.hub_names import split
-from shardwright.model.meta_model import model_path
-from shardwright.weights.tokenizer_files import holds_tokenizer
-from shardwright.weights.weight_sources import means_weights
+from shardwright.files.hub_names import holds_tokenizer, split
+from shardwright.model.meta_model import means_weights, model_path
 
 
 def asked_tokenizer(

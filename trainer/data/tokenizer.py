@@ -21,9 +21,7 @@ from transformers.utils import cached_file, chat_template_utils
 
 from shardwright.errors import UserError, in_short, nearest_beside
 from shardwright.files.cache import cached, digest
-from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
-from shardwright.weights.names import first_names
-from shardwright.weights.tokenizer_files import holds_tokenizer
+from shardwright.files.hub_names import holds_tokenizer, hub_error, is_hub_name, pinned, split
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -61,7 +59,7 @@ def _no_tokenizer(name: str, error: Exception) -> UserError:
         found = "a tekken.json that does not list its special tokens, and no tokenizer.json"
         instead = f"pip install mistral-common, which knows them; or {instead}"
     elif os.path.isdir(name) and not holds_tokenizer(Path(name)):
-        found = f"no file of a tokenizer in a folder that holds {first_names(os.listdir(name))}"
+        found = f"no file of a tokenizer in a folder that holds {', '.join(sorted(os.listdir(name))[:8])}"
     elif "trust_remote_code" in str(error):
         found = "a tokenizer whose class is code of the repository's own, which is never run"
     elif is_hub_name(name) and not isinstance(error, ImportError | ValueError):

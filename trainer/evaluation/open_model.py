@@ -19,7 +19,7 @@ from shardwright.files.hub_names import is_hub_name, pinned
 from shardwright.job import Job
 from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import stated
-from shardwright.model.meta_model import load_config
+from shardwright.model.meta_model import load_config, means_weights
 from shardwright.model.peft_config import CONFIG
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import mesh_text
@@ -27,7 +27,6 @@ from shardwright.step.build import place_model
 from shardwright.step.placed_model import PlacedModel
 from shardwright.weights.adapter_weights import check_adapter, weights_of
 from shardwright.weights.hub_read import open_hub_weights, reading
-from shardwright.weights.weight_sources import means_weights
 from shardwright.xla.device_mesh import build_mesh, check_mesh
 from shardwright.xla.runtime import device_count, init_runtime
 

@@ -10,15 +10,13 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
 from shardwright.errors import UserError
 from shardwright.evaluation.column_rows import not_one_dataset
-from shardwright.files.hub_names import is_hub_name
+from shardwright.files.hub_names import holds_tokenizer, is_hub_name
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO
 from shardwright.layout.mesh import SEQUENCE
-from shardwright.model.meta_model import model_path
+from shardwright.model.meta_model import means_weights, model_path
 from shardwright.objectives.distill import IDS, LOGPS
 from shardwright.objectives.objective import RecordShape
-from shardwright.weights.tokenizer_files import holds_tokenizer
-from shardwright.weights.weight_sources import means_weights
 
 VALUES_FORMAT = 1  # part of the name of kept values: raise it when they change meaning
 # the student's options that the teacher's pass shares

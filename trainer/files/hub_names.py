@@ -3,12 +3,19 @@
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, errors
 
 from shardwright.errors import TransientError, UserError, in_short
 
+# what repositories call a tokenizer's files, beside the names that a tokenizer's own class knows
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model*", "*piece*.model", "*.tiktoken", "chat_template.*"),
+    "additional_chat_templates/*.jinja",
+)
 _NAME = re.compile(r"(?P<id>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>\S+))?")
 
 
@@ -21,6 +28,11 @@ def split(name: str) -> tuple[str, str | None]:
 def is_hub_name(name: str) -> bool:
     """Whether ``name`` can only be a repository's: nothing of that name lies here, and it does not look like a path."""
     return not os.path.exists(name) and _NAME.fullmatch(name) is not None and not name.endswith((".json", ".gguf"))
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether ``folder`` has a file of a tokenizer under any of the names that repositories give them."""
+    return any(True for name in TOKENIZER_FILES for _ in folder.glob(name))
 
 
 def pinned(name: str, asked: str | None = None) -> str:

@@ -45,6 +45,12 @@ def model_path(model: str) -> str:
     return next((str(file) for file in shipped if file.is_file()), model)
 
 
+def means_weights(model: str | None, from_scratch: bool) -> bool:
+    """Whether a run of ``model`` starts from its weights: of a hub id, a folder or a GGUF file, and not of a config."""
+    path = model_path(str(model))
+    return bool(model) and not from_scratch and (path.endswith(".gguf") or not os.path.isfile(path))
+
+
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     """The config of ``model``: a folder with a ``config.json``, such a file or a GGUF file, or a hub id.
 

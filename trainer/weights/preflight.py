@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
 from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
+from shardwright.model.meta_model import means_weights
 from shardwright.weights.formats.format import DEQUANTIZED
 from shardwright.weights.hub_files import repository_files, weight_files
 from shardwright.weights.hub_read import HubWeights, open_hub_weights
@@ -19,7 +20,6 @@ from shardwright.weights.names import dtype_name, first_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.torch_file import is_state_dict
 from shardwright.weights.weight_files import SAFETENSORS
-from shardwright.weights.weight_sources import means_weights
 
 
 @dataclass(frozen=True)

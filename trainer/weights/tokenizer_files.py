@@ -11,21 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import cached_file
 
-from shardwright.files.hub_names import split
+from shardwright.files.hub_names import TOKENIZER_FILES, split
 
 CONFIG = "config.json"  # by its model type transformers chooses a tokenizer's class
 _CODE = "auto_map"  # the entry of a JSON file that names Python files beside it
-# what repositories call them, beside the names that a tokenizer's own class knows
-_NAMES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model*", "*piece*.model", "*.tiktoken", "chat_template.*"),
-    "additional_chat_templates/*.jinja",
-)
-
-
-def holds_tokenizer(folder: Path) -> bool:
-    """Whether ``folder`` has a file of a tokenizer under any of the names that repositories give them."""
-    return any(True for name in _NAMES for _ in folder.glob(name))
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: bytes | None = None) -> dict[str, bytes]:
@@ -40,7 +29,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: bytes | None = N
         return saved
     with tempfile.TemporaryDirectory() as copy, contextlib.suppress(Exception):  # of many types, as in any opening
         beside = {CONFIG: config} if config else read_all(origin, [CONFIG])
-        files = with_code(read_all(origin, [*_NAMES, *tokenizer.vocab_files_names.values()]), origin)
+        files = with_code(read_all(origin, [*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()]), origin)
         write_all(Path(copy), files | beside)
         if _saved(AutoTokenizer.from_pretrained(copy, trust_remote_code=False, mistral_format=False)) == saved:
             return files if config else files | beside

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, mapped
-from shardwright.model.meta_model import built_with, model_path
+from shardwright.model.meta_model import built_with
 
 # the model's own (unstacked) name of a parameter or buffer -> its values
 Source = Callable[[str], Array]
@@ -122,9 +121,3 @@ def in_dtype(source: Source, dtype: torch.dtype | None, kept: Callable[[str], An
         return mapped(array, lambda part: part, dtype)
 
     return cast
-
-
-def means_weights(model: str | None, from_scratch: bool) -> bool:
-    """Whether a run of ``model`` starts from its weights: of a hub id, a folder or a GGUF file, and not of a config."""
-    path = model_path(str(model))
-    return bool(model) and not from_scratch and (path.endswith(".gguf") or not os.path.isfile(path))
