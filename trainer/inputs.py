@@ -93,7 +93,8 @@ def _has_other_forward(module: nn.Module, made: nn.Module) -> bool:
     if own is not None and not hasattr(module, "_hf_hook") and not hasattr(own, "_torchdynamo_orig_callable"):
         return True
     # families of which a part can't be compiled are made with a class of ours around theirs
-    return type(module).forward is not type(made).forward and type(module) not in type(made).__mro__
+    theirs: Any = next(kind for kind in type(made).__mro__ if not kind.__module__.startswith("shardwright."))
+    return type(module).forward is not theirs.forward
 
 
 def resolve(
