@@ -119,6 +119,10 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer's checkpoint": ({"optim": "lion"}, "the state of adamw"),
     "an output folder that another run holds": ({"output_dir": "held", "overwrite_output_dir": True}, "process "),
     "a run that is done": ({"max_steps": 2}, "there is nothing left to do"),
+    "weights without a tokenizer": (
+        {"model": "bare", "resume_from_checkpoint": None},
+        "no file of a tokenizer in a folder that holds config.json",
+    ),
     "weight files that are missing": ({"model": "partial", "resume_from_checkpoint": None}, "that are not there"),
 }
 CASES = MODEL | PLAN | RUN
@@ -185,6 +189,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mixed/b.jsonl": '{"text": "text"}\n',
         "empty/picture.png": "",
         "taken/something": "",
+        "bare/config.json": config("llama"),
         "partial/config.json": config("llama"),
         "partial/model.safetensors.index.json": json.dumps({"weight_map": {"lm_head.weight": "absent.safetensors"}}),
     }
@@ -193,6 +198,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).write_text(content)
     write_tokenizer(root / "endless", 10)
     write_tokenizer(root / "large", 400, eos_token="w1")
+    write_tokenizer(root / "partial", 10, eos_token="w1")
     write_checkpoint(root / "checkpoint-7", files)
     return root
 
