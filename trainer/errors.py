@@ -63,8 +63,9 @@ class Terminated(BaseException):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` with the nearest of ``known``, to be put before a list; empty where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
+    small = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), list(small), n=1, cutoff=0.5)
+    return f"did you mean {small[near[0]]!r}? " if near else ""
 
 
 def nearest_beside(path: str) -> str:

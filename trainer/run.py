@@ -38,13 +38,12 @@ from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.plan_warnings import plan_warnings
 from shardwright.loop import TrainingLoop
-from shardwright.model.lora_options import check_same, described, stored_said
+from shardwright.model.lora_options import adapter_said, check_same, described, stored_said
 from shardwright.model.meta_model import means_weights
 from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.next_commands import MODEL, next_commands
 from shardwright.monitoring.run_page import LIVES, PAGE
-from shardwright.objectives import OBJECTIVES
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.report.units import mesh_text
@@ -96,9 +95,7 @@ class Start:
         if resume is not None:
             found.append("those of the checkpoint")
         elif args.adapter is not None:
-            found.append(f"the adapter's, of {args.adapter}")
-            if OBJECTIVES[args.objective].reference is not None:
-                found.append("compared with are those without it")
+            found.append(adapter_said(args))
         return "; ".join(found)
 
     @property

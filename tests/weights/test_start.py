@@ -101,9 +101,13 @@ def test_weights_that_are_there_are_taken_and_named_and_so_is_an_adapter(folder,
     get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
     adapted = started(tmp_path, model=whole, adapter=str(tmp_path / "lora"))
     assert adapted.weights_said(None) == f"those of {whole}; the adapter's, of {tmp_path}/lora"
+    values = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(values | {"base_model_name_or_path": "a/other"}))
+    adapted = started(tmp_path, model=whole, adapter=str(tmp_path / "lora"))
+    assert adapted.weights_said(None).endswith("/lora, which was trained beside a/other")
     pairs = str(write_records(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))
     preferring = started(tmp_path, model=whole, adapter=str(tmp_path / "lora"), objective="dpo", dataset=pairs)
-    assert preferring.weights_said(None).endswith("/lora; compared with are those without it")
+    assert preferring.weights_said(None).endswith("a/other; compared with are those without it")
 
 
 def test_weights_are_trained_with_a_tokenizer_of_theirs_or_none(folder, tmp_path):

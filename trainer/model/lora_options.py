@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, command
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.layout.adapter_layouts import with_factors, with_packed
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
@@ -18,7 +20,7 @@ from shardwright.model import base_storage
 from shardwright.model.adapted_weights import Part, inner_weights, means, pattern_of, targets_of, words_of
 from shardwright.model.classifier import head_parameters
 from shardwright.model.facts import ModelFacts, facts_of
-from shardwright.model.peft_config import check_lora, read_config, saved_parameters
+from shardwright.model.peft_config import check_lora, made_for, read_config, saved_parameters
 from shardwright.model.peft_names import in_layers, is_excluded
 from shardwright.model.trained_rows import numbers_in, rows_of, trained_rows, vocabulary_of
 from shardwright.models.adapters.lora import Lora, base_of, own_parameters
@@ -146,6 +148,14 @@ def plan_of(
 def stored_said(facts: ModelFacts, plan: ShardingPlan, args: TrainingArguments) -> str:
     """The storage of the model under an adapter, in words."""
     return base_storage.said(args.base_dtype, plan, facts, inner_weights(facts.model))
+
+
+def adapter_said(args: TrainingArguments) -> str:
+    """The weights of ``--adapter`` in words, and the base that they were trained beside if its name is another."""
+    said, base = f"the adapter's, of {args.adapter}", made_for(Folder(str(args.adapter)))
+    if base and args.model and Path(base).name != Path(split(args.model)[0]).name:
+        said += f", which was trained beside {base}"
+    return said + "; compared with are those without it" * (args.entry.reference is not None)
 
 
 def described(lora: Lora, adapted: PreTrainedModel) -> str:

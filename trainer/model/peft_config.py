@@ -165,6 +165,11 @@ def read_config(folder: Folder, part: Part, *, checkpoint: bool = False) -> Lora
     return lora
 
 
+def made_for(folder: Folder) -> str:
+    """The hub id or folder of the weights that the adapter in ``folder`` says it was trained beside; empty: none."""
+    return str(json.loads(folder.read(CONFIG)).get("base_model_name_or_path") or "")
+
+
 def options_of(values: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """The options of a new adapter like PEFT's ``LoraConfig`` with the fields ``values``, of the part's model.
 

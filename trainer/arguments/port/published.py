@@ -16,7 +16,7 @@ from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.port.datasets import spread
 from shardwright.arguments.port.no_objective import check_name, in_words, trains
 from shardwright.arguments.run_file import read_options
-from shardwright.errors import UserError
+from shardwright.errors import UserError, fault
 
 YAML = (".yaml", ".yml", ".json")
 _OBJECTIVES = ("dpo", "kto", "reward", "sft", "orpo", "ipo", "simpo", "cpo")
@@ -61,7 +61,7 @@ def _read(path: str) -> Published:
     try:
         text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _refused(path, f"{type(error).__name__}: {error}") from None
+        raise _refused(path, fault(error)) from None
     lines = list(_lines(text))
     for words in lines:
         if found := _command(words, Path(path).parent):
