@@ -27,6 +27,7 @@ from shardwright.weights.weight_sources import part_and_rest, part_of, seeded_in
 from shardwright.xla.batch import place_batch
 from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import LENGTH, PLAIN_LAYERS, ROWS, relative
+from tests.support.chats import byte_tokenizer
 from tests.support.hub_models import tensors_in
 from tests.support.jobs import job_of
 from tests.support.lives import write_text
@@ -96,6 +97,7 @@ def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export
     from shardwright.scripts import export as script
 
     save(plain(config_of("llava")), tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "any.py").write_text(RECIPE)
     write_text(tmp_path)
     args = TrainingArguments(

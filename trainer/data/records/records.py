@@ -107,6 +107,14 @@ def columns_of(where: HubDataset | HeldRecords, split: Dataset | IterableDataset
         raise unreadable(where, error) from error
 
 
+def _feature_of(value: Any) -> Value | List:
+    """The type of a column with this value; of a list of objects with their keys, of other nested values with none."""
+    if type(value) in _TYPES:
+        return Value(_TYPES[type(value)])
+    item = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
+    return List(dict.fromkeys(item, Value("null")) or Value("null"))
+
+
 def _columns_of_files(where: Files, names: list[str]) -> dict[str, Any]:
     """Column name -> feature, by the first readable rows that have a value there."""
     numbered = ((name, row) for name in names for row in enumerate(rows_of(where.files[name], where.kind), start=1))
@@ -118,7 +126,7 @@ def _columns_of_files(where: Files, names: list[str]) -> dict[str, Any]:
             continue
         for column, value in (row or {}).items():
             if columns.get(column, Value("null")) == Value("null"):
-                columns[column] = Value(_TYPES[type(value)]) if type(value) in _TYPES else List(Value("null"))
+                columns[column] = _feature_of(value)
     if not columns and bad:
         Unread(where.asked, "error")(*bad[0])
     if not columns:
