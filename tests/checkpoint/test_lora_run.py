@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.support.adapters import round_as_stored
+from tests.support.chats import byte_tokenizer
 from tests.support.fork_server import run
 from tests.support.lives import Lives
 from tests.support.paths import ROOT
@@ -44,6 +45,7 @@ def runs(tmp_path_factory):
         (root / "text" / f"{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(200)))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MixtralConfig(**TINY)).save_pretrained(root / "base")
+    byte_tokenizer().save_pretrained(root / "base")
     common = ["--recipe", "mixtral_ep", "--model", root / "base", "--dataset", root / "text", "--max_eval_rows", 16]
     common += ["--sequence_length", 16, "--warmup_steps", 1, "--learning_rate", 1e-2, "--save_steps", 2]
     unrolled = ["--max_steps", 1, "--compute", "scan=False,remat=none"]

@@ -177,7 +177,8 @@ def randomise(model: PreTrainedModel) -> None:
     """
     saved = model.state_dict().keys()
     convolved = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
-    embedded = model.get_input_embeddings().weight if convolved and not model.config.tie_word_embeddings else None
+    tied = getattr(model.config, "tie_word_embeddings", False)  # some families' configs have no such entry
+    embedded = model.get_input_embeddings().weight if convolved and not tied else None
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if name.endswith("A_log"):  # a state that lasts: most families' initial one is gone after a token
