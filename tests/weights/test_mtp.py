@@ -25,6 +25,7 @@ from shardwright.scripts import export as export_script
 from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import export
 from shardwright.weights.weight_files import WEIGHTS
+from tests.support.chats import byte_tokenizer
 from tests.support.hub_models import same, tensors_in
 
 REAL = json.loads(Path(__file__).with_name("untrained_keys.json").read_text())
@@ -102,6 +103,7 @@ def test_a_checkpoint_without_mtp_layers_and_a_family_that_has_none_are_refused(
 def test_a_run_trains_them_resumes_and_exports_them(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
     config, base = published(tmp_path / "base", "glm4_moe", vocab_size=512, num_hidden_layers=2)
+    byte_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "text").mkdir()
     for i in range(4):
         (tmp_path / f"text/{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(80)))

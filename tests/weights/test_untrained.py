@@ -26,6 +26,7 @@ from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.weight_files import WEIGHTS
 from shardwright.weights.weight_sources import Source
+from tests.support.chats import byte_tokenizer
 from tests.support.hub_models import same, tensors_in
 from tests.support.lives import TINY
 
@@ -165,6 +166,7 @@ def options(tmp_path, monkeypatch) -> dict:
     """Options of a run from a checkpoint that holds MTP layers, and promises one."""
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
     write_base(tmp_path / "base", LlamaConfig(**TINY, num_nextn_predict_layers=1, dtype="bfloat16"), MTP)
+    byte_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "text").mkdir()
     for i in range(4):
         (tmp_path / f"text/{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(80)))
