@@ -181,7 +181,7 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
 
 
 def _state(file: Path) -> os.stat_result | None:
-    """What the system says of ``file``; None: it is gone. Raises StorageError if that can't be told."""
+    """The size, kind and times of ``file``; None: it is gone. Raises StorageError if that can't be told."""
     with errors("read", str(file)), contextlib.suppress(*ABSENT):
         return file.stat()
     return None
