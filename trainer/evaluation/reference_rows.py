@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.manifest import stream_checksum
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import heldout_batches
 from shardwright.data.rows.rows import StoredRows
@@ -202,10 +202,7 @@ class Reference:
 
 
 def _checksum(values: Mapping[str, np.ndarray]) -> str:
-    state = xxhash.xxh3_64()
-    for name in sorted(values):
-        state.update(np.ascontiguousarray(values[name]).data)
-    return state.hexdigest()
+    return str(stream_checksum(values[name].tobytes() for name in sorted(values))["xxh3"])
 
 
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
