@@ -1,4 +1,4 @@
-"""Errors mend: of data as a run reads them, of a launch and of an export (`tests/test_mends.py` has the others)."""
+"""Errors mend: of data as a run reads them, and of the commands beside it (`tests/test_mends.py` has the others)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.compile.compile_job import CompileJob
 from shardwright.data.corpus import load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.errors import UserError
+from shardwright.evaluation.evaluation_arguments import EvaluationArguments
+from shardwright.evaluation.open_model import open_model
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.targets import read_request
 from shardwright.layout.load_recipe import load_recipe
@@ -38,12 +44,13 @@ DATA = {"recipe": "llama_fsdp", "model": "llama.json", "tokenizer": "chatml", "s
 DATA |= {"isolate_documents": True}  # as a run has it of samples
 LAUNCH = {"": "jobset", "topology": "v5p:2x2x4", "image": "i", "recipe": "llama_fsdp", "output_dir": "gs://b/run"}
 EXPORT = {"key_format": "original", "max_shard_size": "5GB", "format": None}
+COMPILE = {"recipe": "mixtral_ep", "topology": "v5p:2x2x2", "max_steps": 4}
+EVALUATE = {"model": "small", "tasks": "t", "max_length": 16}
 OF_LAUNCH = {"", "topology", "image", "slices", "env", "zone", "mount", "cluster"}
 
 
 def of_data(options: dict[str, object]) -> None:
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    (args,) = parse([TrainingArguments], words, None)
+    (args,) = parse([TrainingArguments], flags(options), None)
     config = load_config(args.model, load_recipe(args.recipe))
     load_corpus(data_options(args, config), asked_tokenizer(args, config), config.vocab_size)
 
@@ -59,10 +66,28 @@ def of_export(options: dict[str, object]) -> None:
     ExportFormat(**options)  # type: ignore[arg-type]
 
 
+def of_compile(options: dict[str, object]) -> None:
+    args, own = parse([TrainingArguments, CompileArguments], flags(options), None)
+    job = CompileJob.of(args, own)
+    assert job.flags
+    assert job.job.recipe.mesh.over_slices(job.where.slices, job.where.devices)
+
+
+def of_evaluation(options: dict[str, object]) -> None:
+    (args,) = parse([EvaluationArguments], flags(options), None)
+    open_model(args, Console(quiet=True))
+
+
+def flags(options: dict[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
 ROOMS: dict[str, tuple[Callable[[dict[str, object]], None], dict[str, object]]] = {
     "data": (of_data, DATA),
     "launch": (of_launch, LAUNCH),
     "export": (of_export, EXPORT),
+    "compile": (of_compile, COMPILE),
+    "evaluate": (of_evaluation, EVALUATE),
 }
 # mistake → (room, the options that make it, words of the message)
 MISTAKES: dict[str, tuple[str, dict[str, object], str]] = {
@@ -95,6 +120,36 @@ MISTAKES: dict[str, tuple[str, dict[str, object], str]] = {
     "no image": ("launch", {"image": None}, "no --image"),
     "a size that is none": ("export", {"max_shard_size": "5 apples"}, "it is the size of a file"),
     "quantized under new names": ("export", {"format": "fp8", "key_format": "new"}, "names of transformers 5"),
+    "a generation misspelt": ("compile", {"topology": "v5q:2x2x2"}, "no TPU generation"),
+    "a slice that is not made": ("compile", {"topology": "v5p:2x2x3"}, "no slice of that name"),
+    "slices of none": ("compile", {"slices": 0}, "at least one slice"),
+    "a search of less than no time": ("compile", {"tune": -1}, "0 is no search"),
+    "a compile given up at once": ("compile", {"compile_timeout": 0}, "takes seconds to minutes"),
+    "an efficiency misspelt": ("compile", {"efficiency": "gmn=0.8"}, "no kind 'gmn'"),
+    "an efficiency in percent": ("compile", {"efficiency": "gmm=80"}, "the part of a peak"),
+    "an efficiency without a value": ("compile", {"efficiency": "gmm"}, "the part of a peak"),
+    "a flag without a value": ("compile", {"compiler_options": "xla_tpu_x"}, "a name and a value"),
+    "a compiler that is not there": ("compile", {"libtpu": "9.9.9"}, "no such version"),
+    "a mesh of fewer devices": ("compile", {"mesh": "fsdp=2,expert=2"}, "multiply to 4"),
+    "an axis over slices that is not there": ("compile", {"slices": 2}, "the devices form 2 slices"),
+    "prompts that are not there": ("compile", {"sample_prompts": "prompt.txt"}, "no such file"),
+    "a recipe for a compile misspelt": ("compile", {"recipe": "mixtral_pe"}, "did you mean"),
+    "a base's dtype without an adapter": ("evaluate", {"base_dtype": "int8"}, "without an adapter"),
+    "no limit": ("evaluate", {"limit": 0}, "nothing would be measured"),
+    "fewer examples than none": ("evaluate", {"num_fewshot": -1}, "counts examples"),
+    "rows of one token": ("evaluate", {"max_length": 1}, "a row needs a token"),
+    "rows of none": ("evaluate", {"batch_size": 0}, "it counts rows"),
+    "no tasks": ("evaluate", {"tasks": ","}, "nothing would be measured"),
+    "a dtype of weights that is none": ("evaluate", {"weight_dtype": "fp16"}, "none of the known ones"),
+    "a folder of an adapter that is none": ("evaluate", {"adapter": "plain"}, "plain"),
+    "a folder with a tokenizer alone": ("evaluate", {"model": "plain"}, "no file plain/config.json"),
+    "a mesh that devices don't fill": ("evaluate", {"mesh": "fsdp=3"}, "multiply to 3"),
+    "experts that are not there": ("evaluate", {"compute": "experts=capacity"}, "has no experts"),
+}
+# of these the message says what to do in words alone
+IN_WORDS = {
+    *("a compiler that is not there", "prompts that are not there"),
+    *("a folder of an adapter that is none", "a folder with a tokenizer alone"),
 }
 
 
@@ -106,6 +161,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_records(root / f"{name}.jsonl", records)
     for name, template in {"plain": None, "chatml": CHATML, "reasoning": REASONING}.items():
         byte_tokenizer(template).save_pretrained(root / name)
+    LlamaForCausalLM(LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}, max_position_embeddings=256)).save_pretrained(root / "small")
+    byte_tokenizer(CHATML).save_pretrained(root / "small")
     return root
 
 
@@ -130,8 +187,8 @@ def test_what_is_offered_leads_on(mistake: str, world: Path, monkeypatch: pytest
     error = refusal_of(room, dict(asked.options or {}))
     assert error is not None
     assert words in str(error)
-    mends = mended(asked, error)
-    assert mends, error
+    mends = {mend: request for mend, request in mended(asked, error).items() if request.devices == asked.devices}
+    assert bool(mends) is (mistake not in IN_WORDS), error
     for mend, request in mends.items():
         later = refusal_of(room, dict(request.options or {}))
         print(f"MEND {mistake}\t{mend}\t{'on' if later is None else later}")

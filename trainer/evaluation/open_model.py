@@ -124,7 +124,7 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
             asked=f"--base_dtype {options.base_dtype}",
             found=f"{options.model}, without an adapter",
             why="it is of the weights under an adapter",
-            instead=f"--adapter with a folder that PEFT wrote, or --weight_dtype {options.weight_dtype}",
+            instead="no --base_dtype; or --adapter with a folder that PEFT wrote",
         )
     length = options.max_length
     if length is None:

@@ -98,7 +98,7 @@ def _check_path(model: str) -> None:
             asked=f"model {model}",
             found=f"no file {config_file}",
             why="a local model is a config.json, or a folder that has one",
-            instead=nearest_beside(model)
+            instead=nearest_beside(model) * (not os.path.exists(path))
             + "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
         )
 

@@ -40,7 +40,7 @@ def given_efficiencies(text: str = "") -> dict[str, float]:
                 asked=f"--efficiency {word}",
                 found=f"{number!r}" if number else "no value",
                 why="it is the part of a peak that is reached",
-                instead=f"a number above 0, at most {most:g}: {kind}=0.8",
+                instead=f"--efficiency {kind}=0.8, or another number above 0, at most {most:g}",
             )
     return values
 
