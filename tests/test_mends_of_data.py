@@ -161,7 +161,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_records(root / f"{name}.jsonl", records)
     for name, template in {"plain": None, "chatml": CHATML, "reasoning": REASONING}.items():
         byte_tokenizer(template).save_pretrained(root / name)
-    LlamaForCausalLM(LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}, max_position_embeddings=256)).save_pretrained(root / "small")
+    LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(root / "small")
     byte_tokenizer(CHATML).save_pretrained(root / "small")
     return root
 

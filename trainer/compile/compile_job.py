@@ -123,7 +123,7 @@ def compiler_flags(chip: Chip, text: str, libtpu: str) -> dict[str, str]:
                 asked=f"--compiler_options {text!r}",
                 found=f"{word!r}",
                 why="each is a name and a value",
-                instead="--compiler_options xla_tpu_scoped_vmem_limit_kib=65536, as an example; name= takes a flag back",
+                instead="--compiler_options xla_tpu_scoped_vmem_limit_kib=65536; name= takes a flag back",
             )
         flags[name] = value
     return {name: value for name, value in flags.items() if value}
