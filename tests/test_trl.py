@@ -10,7 +10,7 @@ from shardwright.scripts.measure import trl_parity
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft llama lora packed", "dpo llama full packed"])
+@pytest.mark.parametrize("name", ["sft llama lora packed", "dpo llama full packed", "dpo trained llama lora packed"])
 def test_every_steps_loss_is_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     monkeypatch.setattr(trl_parity, "STEPS", 4)

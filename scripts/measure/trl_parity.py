@@ -99,6 +99,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     for kind, family, lora, packed in (*tuned, *preferring):
         if not (lora and kind in ("orpo", "simpo")):
             yield _case(kind, family, lora, packed, PREFERENCES.get(kind, {}))
+    for kind in ("dpo", "kto"):  # from an adapter that was trained before: both compare with it as it was
+        name, case = _case(kind, "llama", True, True, PREFERENCES[kind], f"{kind} trained")
+        yield name, {**case, "lora": {**case["lora"], "init_lora_weights": False}}
     yield _case("sft", "llama", False, False, {"label_smoothing_factor": 0.1}, "sft smoothed")
     for family, lora, beta in STUDENTS:
         # trl adds no router loss to it

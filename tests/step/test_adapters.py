@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import functional_call
 
 from shardwright.checkpoint.trained_model import TrainedModel
-from shardwright.evaluation.reference_rows import without_factors
 from shardwright.layout.placement import Shard
-from shardwright.models.adapters.lora import A0, B0, Lora, adaptable, attach, base_of, own_parameters
+from shardwright.models.adapters.lora import A0, B0, base_of, own_parameters
 from tests.support.adapters import make_adapted
 from tests.support.cases import PLAIN_LAYERS, make_batch, relative
 from tests.support.jobs import job_of
@@ -119,28 +117,6 @@ def test_what_peft_has_beside_plain_lora_gives_pefts_loss_and_gradients(recipe, 
         names = {member for name in kept for member in adapted.job.stored.members(name)}
         assert names == own_parameters(adapted.job.adapted).keys()
         assert {name for name in names if name.endswith((A0, B0))} <= adapted.job.unused[0]
-
-
-def test_without_its_factors_a_layer_is_the_frozen_one_whatever_they_are():
-    """Tests the reference of a preference objective."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Embedding(5, 3))
-    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-    lora = Lora(2, 3.0, False, ("0.weight",), dora=True, start="pissa", dropout=0.5, tokens=(("1.weight", (3, 1)),))
-    attach(model.to("meta"), lora, adaptable(model, []))
-    random = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    x, trained = torch.randn(4, 8), random | plain
-    without = trained | without_factors(trained, rows=dict(model.named_buffers()))
-
-    def each(tensors):
-        parts = [{n[2:]: t for n, t in tensors.items() if n.startswith(f"{i}.")} for i in range(2)]
-        return functional_call(model[0].eval(), parts[0], x), functional_call(model[1], parts[1], torch.arange(5))
-
-    expected = torch.nn.functional.linear(x, plain["0.weight"], plain["0.bias"]), plain["1.weight"]
-    for found, own, wanted in zip(each(without), each(trained), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        assert (own - wanted).abs().max() > 0.1
-    assert torch.equal(each(trained)[1][[3, 1]], trained["1.weight_lora_T"])
 
 
 def test_the_frozen_model_has_neither_gradient_nor_moments_and_lies_in_bfloat16():

@@ -20,7 +20,7 @@ from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.hub_write import export
 from shardwright.weights.weight_sources import seeded_init
 from tests.data.test_tekken import write_tekken
-from tests.support.chats import byte_tokenizer, write_records
+from tests.support.chats import byte_tokenizer
 
 CONFIG = LlamaConfig(
     vocab_size=304,
@@ -105,9 +105,6 @@ def test_weights_that_are_there_are_taken_and_named_and_so_is_an_adapter(folder,
     (tmp_path / "lora/adapter_config.json").write_text(json.dumps(values | {"base_model_name_or_path": "a/other"}))
     adapted = started(tmp_path, model=whole, adapter=str(tmp_path / "lora"))
     assert adapted.weights_said(None).endswith("/lora, which was trained beside a/other")
-    pairs = str(write_records(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))
-    preferring = started(tmp_path, model=whole, adapter=str(tmp_path / "lora"), objective="dpo", dataset=pairs)
-    assert preferring.weights_said(None).endswith("a/other; compared with are those without it")
 
 
 def test_weights_are_trained_with_a_tokenizer_of_theirs_or_none(folder, tmp_path):

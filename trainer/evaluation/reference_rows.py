@@ -7,7 +7,6 @@ import copy
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,6 @@ from shardwright.errors import UserError
 from shardwright.evaluation.column_rows import ColumnRows, with_column
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
-from shardwright.layout.plan import ShardingPlan
-from shardwright.layout.stacking import first_name, is_stacked
-from shardwright.models.adapters.lora import B0, ROWS, B, M, T
-from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.objectives.objective import Objective
 from shardwright.report.bars import tracked
@@ -60,7 +55,7 @@ class _Referring(Objective):
 class ReferenceStep:
     """Computes the reference column, or another that the objective refers to, with the current weights.
 
-    An adapter's are left out. ``words``: how many of the logits the objective is given; None: all.
+    ``words``: how many of the logits the objective is given; None: all.
     """
 
     def __init__(
@@ -91,44 +86,13 @@ class ReferenceStep:
             yield number * size, values[: len(rows) - number * size]
 
     def trace(self, batch: Tensors) -> torch.Tensor:
-        mesh, specs = self.placed.mesh, self.placed.specs
+        mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
-            rows = {name: buffer for name, buffer in self.placed.model.named_buffers() if name.endswith(ROWS)}
-            found = without_factors(self.placed.parameters, self.placed.job.plan, rows)
-            plain = {name: sharding.constrain(p, mesh, specs[name]) for name, p in found.items()}
-            parameters = {**self.placed.parameters, **plain}
             one = torch.ones((), device=inputs["labels"].device)
-            _, recorded = self.loss(parameters, inputs, one, training=False)
+            _, recorded = self.loss(self.placed.parameters, inputs, one, training=False)
             values = recorded[self.column]
             return sharding.constrain(values, mesh, batch_spec(values.dim(), self.placed.batch_axes))
-
-
-def without_factors(
-    parameters: Tensors, plan: ShardingPlan | None = None, rows: Mapping[str, torch.Tensor] = MappingProxyType({})
-) -> Tensors:
-    """The factors among ``parameters`` at values where they do nothing: zeros, or the weight's rows or their lengths.
-
-    ``plan`` says which weights are packed, and how; None: none is. ``rows``: buffers with the numbers of trained rows.
-    """
-    found: Tensors = {name: torch.zeros_like(p) for name, p in parameters.items() if name.endswith((B, B0))}
-    for name in (name for name in parameters if name.endswith(M)):
-        found[name] = _lengths(name.removesuffix(M), parameters, plan).to(parameters[name].dtype)
-    for name in (name for name in parameters if name.endswith(T)):
-        weight, numbers = parameters[name.removesuffix(T)], rows[name.removesuffix(T) + ROWS]
-        found[name] = weight.index_select(0, numbers).to(parameters[name].dtype)
-    return found
-
-
-def _lengths(name: str, parameters: Tensors, plan: ShardingPlan | None) -> torch.Tensor:
-    """The lengths of the rows of the weight ``name``, [.., out]; of a stack one layer is unpacked after the other."""
-    weight, packed = parameters[name], None if plan is None else plan[first_name(name)].packed
-    if packed is None:
-        return weight.float().norm(dim=-1)
-    scale = parameters[name + SCALE]
-    layers = zip(weight, scale, strict=True) if is_stacked(name) else [(weight, scale)]
-    found = [packed.packing.unpack(c, s, packed.weight, torch.float32).norm(dim=-1) for c, s in layers]
-    return torch.stack(found) if is_stacked(name) else found[0]
 
 
 class Reference:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError, command
+from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.layout.adapter_layouts import with_factors, with_packed
@@ -155,7 +155,7 @@ def adapter_said(args: TrainingArguments) -> str:
     said, base = f"the adapter's, of {args.adapter}", made_for(Folder(str(args.adapter)))
     if base and args.model and Path(base).name != Path(split(args.model)[0]).name:
         said += f", which was trained beside {base}"
-    return said + "; compared with are those without it" * (args.entry.reference is not None)
+    return said
 
 
 def described(lora: Lora, adapted: PreTrainedModel) -> str:
@@ -195,13 +195,6 @@ def check_use(lora: Lora, adapted: PreTrainedModel, unused: Collection[str], arg
             found="biases of the routers, which belong to the frozen model",
             why="the adapter would be saved without them",
             instead="--router_bias_update_rate 0, the default",
-        )
-    if lora.whole and args.adapter and args.entry.reference:
-        raise UserError(
-            asked=f"--objective {args.objective} from --adapter {args.adapter}",
-            found=f"{lora.whole[0]} in it, trained whole",
-            why="the loss compares with the model under the adapter, whose weight is not kept beside the trained one",
-            instead=f"--model with the merged adapter ({command('export')} --merge), and a new one",
         )
     idle = [name for name, p in own_parameters(adapted).items() if name in unused and p.requires_grad]
     if idle:

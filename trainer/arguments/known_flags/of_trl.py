@@ -217,7 +217,7 @@ OLDER: Cells = {
     "label_pad_token_id padding_value": "it is -100, as everywhere",
     "rpo_alpha": WITH_CHOSEN,
     "reference_free": NO_LOSS,
-    "model_adapter_name ref_adapter_name force_use_ref_model": "an adapter is compared with its base",
+    "model_adapter_name ref_adapter_name force_use_ref_model": "an adapter is compared with itself as it was at first",
     "base_model_attribute_name": "the model is found by its class",
     "cpo_alpha": ("there is no CPO here", "--objective simpo or orpo"),
     "num_of_sequences": "rows are packed as the data are read",
