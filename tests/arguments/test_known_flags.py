@@ -102,7 +102,11 @@ def test_the_pages_of_the_table_are_up_to_date_and_have_every_source() -> None:
         (["--dataset_name", "a/b", "--dataset_config", "c"], {"dataset": "a/b:c"}),
         (["--dataset", "a/b", "--dataset_config_name=c"], {"dataset": "a/b:c"}),
         (["--bf16", "--packing"], {"bf16": True, "packing": True}),
-        (["--use_peft"], {"lora_r": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}),
+        (
+            ["--use_peft"],
+            {"lora_r": 16, "lora_alpha": 32.0, "lora_dropout": 0.05, "lora_target": "q_proj,v_proj"},
+        ),
+        (["--use_peft", "--lora_target_modules", "o_proj"], {"lora_r": 16, "lora_target": "o_proj"}),
         (["--lora_r", "4", "--use_peft", "--load_in_4bit"], {"lora_r": 4, "lora_alpha": 32.0, "base_dtype": "nf4"}),
         (
             ["--lora_r=4", "--lora_target_modules", "q_proj", "v_proj", "--seed", "3"],

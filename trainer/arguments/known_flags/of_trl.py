@@ -186,10 +186,11 @@ SCRIPT: Cells = {
 MODEL: Cells = {
     **{name: _EXAMPLES[name] for name in ("model_name_or_path", "model_revision", "dtype", "attn_implementation")},
     "use_peft": fills(
-        "LoRA with trl's rank, alpha and dropout; all linear layers where no target is named",
+        "LoRA with trl's rank, alpha and dropout, on PEFT's own targets of most models",
         lora_r=16,
         lora_alpha=32,
         lora_dropout=0.05,
+        lora_target="q_proj,v_proj",
     ),
     **same("lora_r lora_alpha lora_dropout use_rslora use_dora"),
     "lora_target_modules": TARGETS,
