@@ -111,6 +111,8 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 def text_of(name: str, value: Any) -> str:
     """The value of our option ``name`` as a word of a command line."""
+    if name == "dataset" and isinstance(value, Mapping):  # of a file of options: path or id → its weight
+        return ",".join(f"{each}:{weight}" for each, weight in value.items())
     return json.dumps(value) if name == "lr_scheduler_kwargs" and not isinstance(value, str) else word(value)
 
 
