@@ -324,6 +324,7 @@ class _Packing:
         options, samples, tokenizer = self.options, self.options.samples, self.tokenizer
         key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
         if options.makes_samples(self.shape):
+            key[-1] = [key[-1], tokenizer.special_tokens_map]  # which templates write
             key += [
                 self.shape.name,
                 CACHE_FORMAT,
