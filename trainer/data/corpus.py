@@ -248,7 +248,6 @@ def _streamed_corpus(
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
 
-
         def texts() -> Iterator[str]:
             return (text for _, text, held in first_documents(stream, fraction) if not held)
 
