@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
+    TrainerState,
 )
 
+from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.lineage import whole_steps
 from shardwright.checkpoint.manifest import is_whole
 from shardwright.checkpoint.read import RunCheckpoint, open_checked
@@ -39,6 +42,7 @@ from shardwright.files.folder import Folder, StorageError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.loop import TrainingLoop
 from shardwright.monitoring.callbacks import Tracker
+from shardwright.monitoring.state import gone_on_with, note_if_best
 from tests.support.events import (
     CONFIG,
     EVENTS,
@@ -250,6 +254,20 @@ def reference_loss(trainer: TrainingLoop, rows: StoredRows) -> float:
     ids = torch.tensor(rows.dataset["input_ids"][:])
     with torch.no_grad():
         return model(input_ids=ids, labels=ids).loss.item()
+
+
+@pytest.mark.parametrize("greater", [None, False])
+@pytest.mark.parametrize("metric", ["loss", "eval_loss", "accuracy"])
+def test_the_best_by_another_metric_is_no_best_where_a_run_goes_on(metric: str, greater: bool | None) -> None:
+    saved = TrainerState(global_step=4, best_metric=2.5, best_global_step=2)
+    arguments = {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+    resume: Any = SimpleNamespace(trainer_state=saved, arguments=arguments, best_for=lambda _: "checkpoint-2")
+    args = TrainingArguments(recipe="llama_fsdp", metric_for_best_model=metric, greater_is_better=greater)
+    state = gone_on_with(resume, args)
+    same = metric != "accuracy"
+    assert (state.best_metric, state.best_model_checkpoint) == ((2.5, "checkpoint-2") if same else (None, None))
+    # 0.4 is a lower loss, and an accuracy that is no higher than the loss before
+    assert note_if_best(state, {args.best_metric: 0.4}, args)
 
 
 @pytest.mark.slow

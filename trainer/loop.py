@@ -116,7 +116,7 @@ class TrainingLoop:
         with waiting(self.console, "placing the weights on the devices …"):
             self.placed = placed = place_model(job, self.mesh, weights_of(job, self.base, resume), loss=compute_loss)
             placed.loss.objective.padding = padding_token(corpus.tokenizer)
-            self.train_step = TrainStep(placed, resume)
+            self.train_step = TrainStep(placed, resume, resume.arguments.get("z_loss", 0.0) if resume else None)
         self.watch.model = placed.model
         tokenizer, step = corpus.tokenizer, evaluation_step(placed, measures)
         self.trained = TrainedModel(job, placed.model, self.mesh, placed.parameters, self.base, tokenizer, self.console)

@@ -249,6 +249,26 @@ def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
+@pytest.mark.parametrize("changed", ["config.json", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "compile_timeout"])
+def test_tune_begins_anew_where_the_answers_may_be_others(taking, monkeypatch, tmp_path, changed):
+    values, library = dict(load_recipe("mixtral_ep").model), tmp_path / "libtpu.so"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    library.write_text("")
+    monkeypatch.setattr("shardwright.compile.search.tune.shipped_recipes", lambda: ())
+    asked, args = asked_of(monkeypatch, landscape(taking)), dataclasses.replace(ARGS, model=f"{tmp_path}/config.json")
+    run(args, tune=60)
+    tried = asked.count(TRAIN_STEP)
+    asked.clear()
+    if changed == "config.json":  # a file of the same name
+        (tmp_path / "config.json").write_text(json.dumps({**values, "intermediate_size": 2 * 1024}))
+    elif changed != "compile_timeout":  # a flag, or another compiler
+        monkeypatch.setenv(changed, str(library) if changed == "TPU_LIBRARY_PATH" else "--xla_tpu_a_flag=1")
+    more = {"compile_timeout": 9000} if changed == "compile_timeout" else {}  # what took too long may not now
+    _, said = run(args, tune=60, **more)
+    assert "were tried before" not in said
+    assert asked.count(TRAIN_STEP) == tried
+
+
 def test_tune_takes_another_setting_where_the_fastest_one_s_evaluation_does_not_fit(taking, monkeypatch):
     found = landscape(taking)
 

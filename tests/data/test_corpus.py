@@ -23,6 +23,7 @@ from shardwright.data.tokenizer import END_OF_TEXT, open_tokenizer
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
 from shardwright.files.cache import cached
+from tests.support.chats import LLAMA, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, documents_of, load_small, run_python, write_folder, write_jsonl
 
 EOS = 0  # the only special token of a tokenizer that is trained here
@@ -88,6 +89,14 @@ def test_cache_follows_what_it_depends_on(load: Callable[..., Corpus], tmp_path:
     assert len(load(data, heldout_fraction=0.5).heldout) > len(first.heldout)
     write_jsonl(data, TEXTS[:100])
     assert len(load(data).train) < len(first.train)
+
+
+def test_cached_samples_begin_with_their_own_tokenizers_words(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data, tokenizer = write_records(tmp_path / "chats.jsonl", chats(40)), byte_tokenizer(LLAMA, "<|eot|>")
+    for word in ("<s>", "</s>"):
+        tokenizer.bos_token = word
+        rows = load(data, tokenizer, len(tokenizer), sequence_length=256, isolate_documents=True).train
+        assert rows.dataset[0]["input_ids"][0] == tokenizer.bos_token_id
 
 
 def changed(content: bytes, damage: str) -> bytes:

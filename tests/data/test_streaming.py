@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from shardwright.data.corpus import Corpus
+from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.records.document_stream import DocumentStream, find_stream, key_hash
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.packing import Packer
@@ -133,6 +134,19 @@ def test_nothing_of_a_stream_is_written_but_its_tokenizer(load: Callable[..., Co
     run_python(script, **{name: str(place) for name, place in places.items()})
     written = [path.name for place in places.values() for path in place.rglob("*") if path.is_file()]
     assert sorted(written) == ["checksums.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("kind", ["records in memory", "a file of the same size"])
+def test_a_tokenizer_trained_on_a_stream_is_of_its_own_texts(tmp_path: Path, kind: str) -> None:
+    found = []
+    for word in ("abab", "xyxy"):
+        texts = [f"{word} {word} {number}" for number in range(100, 300)]
+        data: Any = write_jsonl(tmp_path / "texts.jsonl", texts)
+        if kind == "records in memory":
+            data = Dataset.from_dict({"text": texts}).to_iterable_dataset()
+        options = DataOptions(data if kind == "records in memory" else str(data), sequence_length=32, streaming=True)
+        found.append(load_corpus(replace(options, heldout_fraction=0.2), None, 300, tmp_path / "cache").tokenizer)
+    assert [len(tokenizer.tokenize("xyxy xyxy")) for tokenizer in found] == [9, 2]
 
 
 # ---- order ----

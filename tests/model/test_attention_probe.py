@@ -47,6 +47,8 @@ def test_a_model_that_lets_documents_see_each_other_is_found_out(family: str) ->
 def test_a_model_that_can_not_be_tried_counts_as_one_that_leaks() -> None:
     config = AutoConfig.for_model("llama", **TINY | {"num_key_value_heads": 3})
     assert "can't be tried: " in str(leak(facts_of(config)))
+    config = AutoConfig.for_model("granite", **TINY, logits_scaling=0.0)  # NaN, which is no larger than any limit
+    assert "can't be tried: its logits are not finite" in str(leak(facts_of(config)))
 
 
 def test_the_real_sizes_are_tried_small() -> None:

@@ -206,6 +206,7 @@ def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_m
         num_hidden_layers=2, hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2
     )
     assert "none" in str(certificate.said_of(resolved(config=wide)))
+    assert "none" in str(certificate.said_of(resolved(devices=4))), "its proof is on a mesh whose fsdp axis is 1"
     certificate.write(certificate.subject_of(run), {**content, "versions": {"torch": "2.0"}}, "")
     assert "torch 2.9" in str(certificate.said_of(run))
     certificate.write(certificate.subject_of(run), {**content, "proved": False}, "")

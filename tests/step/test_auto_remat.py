@@ -48,6 +48,8 @@ def test_an_answer_holds_for_its_job_and_chip_alone(job):
     assert answer(job, "v5p").kept == ("model.layers.*.self_attn.q_proj (mm), 3.0 GiB",)
     assert answer(resolved(learning_rate=1e-4, run_name="another"), "v5p")[0] == 0.375  # as much memory
     assert answer(resolved(sequence_length=512), "v5p")[0] == "full"
+    with_mtp = dataclasses.replace(job, args=dataclasses.replace(job.args, train_mtp=True))
+    assert answer(with_mtp, "v5p")[0] == "full"  # further layers
     assert answer(job, "v5e")[0] == "full"
     assert answer(job, "")[0] == "full"
     for damage in ("", "{", json.dumps({"share": "much"}), json.dumps({"share": 7}), "[]"):

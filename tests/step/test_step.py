@@ -13,7 +13,11 @@ import torch_xla.debug.metrics as met
 
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
 from shardwright.layout.partition import partition_spec
+from shardwright.step.router_load import Routing
+from shardwright.step.spikes import SpikeWatch
+from shardwright.step.step_metrics import MetricsLayout
 from shardwright.xla import sharding
 from shardwright.xla.runtime import run_now
 from tests.support.cases import PLAIN_LAYERS, make_batch, make_case, one_layer, small_config
@@ -93,6 +97,23 @@ def test_metrics_are_means_since_the_last_reading(case):
     assert metrics.loss == pytest.approx(sum(losses) / 3, rel=1e-5)
     assert metrics.dropped_fraction is None, "it has no capacity"
     assert metrics.bad_step == 0
+
+
+@pytest.mark.parametrize(("saved", "own"), [((), ("z_loss",)), (("z_loss",), ()), (("z_loss",), ("z_loss",))])
+def test_saved_metrics_keep_their_names_where_other_values_are_logged(saved, own):
+    routing, watch = Routing(Mesh(fsdp=-1), {"experts": 2}, {}, None), SpikeWatch(4, 8.0, skips=True)
+    then, now = MetricsLayout(saved, routing, watch), MetricsLayout(own, routing, watch)
+    values = torch.arange(1.0, then.size + 1)
+    started = now.start(lambda _: values, saved)
+    for name, slot in now.slots.items():
+        found = values[then.slots[name]] if name in then.slots else torch.zeros(1)
+        assert name == "gathered" or torch.equal(started[slot], found), name
+    # nobody looks for spikes; and an older version counted neither spikes nor steps without a scored token
+    for size in (then.slots["spikes"].start, then.slots["unscored_steps"].start):
+        started = now.start(lambda _, kept=values[:size]: kept, saved)
+        assert torch.equal(started[now.slots["expert_shares"]], values[then.slots["expert_shares"]])
+        assert not started[now.slots["spikes"]].any()
+    assert not started[now.slots["unscored_steps"]].any()
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight_and_no_moment_and_names_the_first_such_step():

@@ -247,10 +247,15 @@ def _streamed_corpus(
     check_special_names(options, stream, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
-        texts = (text for _, text, held in first_documents(stream, fraction) if not held)
-        key, template = [CACHE_FORMAT, "stream", stream.identity, fraction], str(options.chat_template)
+
+        def texts() -> Iterator[str]:
+            return (text for _, text, held in first_documents(stream, fraction) if not held)
+
+        key, template = [CACHE_FORMAT, "stream", stream.fingerprint, fraction], str(options.chat_template)
+        if isinstance(options.dataset, IterableDataset):  # nothing else tells it from another with the same columns
+            key.append(functools.reduce(lambda before, text: digest([before, text]), texts(), ""))
         with quiet_scratch(root) as scratch:
-            tokenizer = tokenizer_of_records(stream.shape, lambda: texts, template, key, vocab_size, root, scratch)
+            tokenizer = tokenizer_of_records(stream.shape, texts, template, key, vocab_size, root, scratch)
     packing = _packing(options, stream.shape, tokenizer)
     sets = {name: heldout_of_stream(own, packing.new_packer(), 1.0)[0] for name, own in stream.heldout.items()}
     left_out = frozenset[int]()
@@ -318,6 +323,7 @@ class _Packing:
         options, samples, tokenizer = self.options, self.options.samples, self.tokenizer
         key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
         if options.makes_samples(self.shape):
+            key[-1] = [key[-1], tokenizer.special_tokens_map]  # which templates write
             key += [
                 self.shape.name,
                 CACHE_FORMAT,

@@ -130,7 +130,8 @@ def _difference(
         return in_short(error)
     finally:
         torch.set_num_threads(threads)
-    return ((second - first).abs().max() / first.abs().max()).item()
+    found = ((second - first).abs().max() / first.abs().max()).item()
+    return found if math.isfinite(found) else "its logits are not finite"
 
 
 def _before_two_ends(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

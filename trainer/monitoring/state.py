@@ -45,13 +45,22 @@ def settled(
     check_steps_left(args, resume)
     names = metric_names(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
     _check_best(args, corpus.heldout_sets, names, compute_loss is None)
-    state = TrainerState() if resume is None else resume.trainer_state
-    state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
+    state = TrainerState() if resume is None else gone_on_with(resume, args)
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
     state.num_train_epochs = sys.maxsize if epoch is None else math.ceil(args.max_steps / epoch)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         setattr(state, name, getattr(args, name))
     return replace(job, args=args), state, Measures(compute_metrics, names)
+
+
+def gone_on_with(resume: RunCheckpoint, args: TrainingArguments) -> TrainerState:
+    """The state of ``resume``, without its best if that is the best by another measure than that of ``args``."""
+    state, now = resume.trainer_state, (args.best_metric.removeprefix("eval_"), args.greater_is_better)
+    name = str(resume.arguments.get("metric_for_best_model", args.best_metric))
+    state.best_model_checkpoint = resume.best_for(Folder(str(args.output_dir)))
+    if (name.removeprefix("eval_"), resume.arguments.get("greater_is_better", args.greater_is_better)) != now:
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+    return state
 
 
 def _check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:

@@ -13,7 +13,7 @@ from shardwright.errors import UserError, command
 from shardwright.files.cache import cache_path, cache_root, digest
 from shardwright.hosts.versions import other_versions
 from shardwright.job import Job
-from shardwright.prove.small_job import small_config
+from shardwright.prove.small_job import small_config, small_mesh
 
 FOLDER = "certificates"
 # options that a proof does not depend on: data, outputs, lengths, and what is in the recipe or the config
@@ -53,6 +53,7 @@ def subject_of(job: Job) -> Subject:
     values = config.to_dict()
     for name in ("transformers_version", "_name_or_path", "architectures", "dtype"):
         values.pop(name, None)
+    recipe["proved on"] = small_mesh(job.plan.mesh)  # of an axis that splits nothing it proves nothing
     content = json.loads(json.dumps([recipe, values], default=str, sort_keys=True))
     return Subject(digest([content[0]]), options, str(values["model_type"]), digest([content[1]]))
 

@@ -66,7 +66,11 @@ class Loss:
     @property
     def logged(self) -> tuple[str, ...]:
         """Names of the values that are logged beside the loss: the objective's, the MTP layers' loss, the z-loss."""
-        further = (MTP_LOSS, self.mtp_weight is not None), (Z_LOSS, self.terms and self.terms.z)
+        return self.logged_with(self.terms.z if self.terms else 0.0)
+
+    def logged_with(self, z_loss: float) -> tuple[str, ...]:
+        """:attr:`logged` of a run with another coefficient of the z-loss, which may change where a run goes on."""
+        further = (MTP_LOSS, self.mtp_weight is not None), (Z_LOSS, z_loss)
         return self.objective.logged + tuple(name for name, has in further if has)
 
     def __call__(

@@ -77,14 +77,20 @@ class MetricsLayout:
             end = slot.stop
         return torch.cat(pieces)
 
-    def start(self, restored: Callable[[str], Array] | None) -> Tensor:
-        """The metrics to begin with; 0 where an older version or other options saved none."""
+    def start(self, restored: Callable[[str], Array] | None, logged: tuple[str, ...]) -> Tensor:
+        """The metrics to begin with; 0 where an older version or other options saved none.
+
+        ``logged`` are the saved run's: each that one of the two lacks moves what lies behind it.
+        """
         metrics = torch.zeros(self.size)
         if restored:
-            saved = restored("metrics")
-            # the spikes' state of another window is of no use
-            known = self.size if saved.shape[0] == self.size else min(saved.shape[0], self.slots["spikes"].start)
-            metrics[:known] = saved[(slice(0, known),)]
+            saved, then = restored("metrics"), MetricsLayout(logged, self.routing, None).slots
+            then["spikes"] = slice(then["spikes"].start, saved.shape[0])
+            for name, slot in self.slots.items():
+                size, old = slot.stop - slot.start, then.get(name, slice(0, 0))
+                # the spikes' state of another window is of no use
+                if name != "gathered" and old.stop <= saved.shape[0] and old.stop - old.start == size:
+                    metrics[slot] = saved[(old,)]
         return metrics
 
     def read(self, values: Sequence[float], has_router_losses: bool) -> StepMetrics:

@@ -41,12 +41,13 @@ class TrainStep:
     which counts the data, and the learning rate go on.
 
     ``restored`` has saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
+    ``z_loss`` is the saved run's coefficient; None: this one's.
 
     Raises:
         UserError: no parameter takes part in the loss.
     """
 
-    def __init__(self, placed: PlacedModel, restored: Source | None = None) -> None:
+    def __init__(self, placed: PlacedModel, restored: Source | None = None, z_loss: float | None = None) -> None:
         job, args = placed.job, placed.job.args
         self.placed, self.loss, self.mesh, self.parameters = placed, placed.loss, placed.mesh, placed.parameters
         self.trained = job.trained  # name → whether it takes part in the loss, for each layer of a stack
@@ -64,7 +65,8 @@ class TrainStep:
             if self._learns(name)
         }
         self.layout = MetricsLayout(self.loss.logged, self.routing, self.spikes)
-        self.metrics = sharding.place("metrics", self.layout.start(restored), self.mesh, (None,))
+        metrics = self.layout.start(restored, self.loss.logged if z_loss is None else self.loss.logged_with(z_loss))
+        self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
         lengths = job.row_lengths  # a compile for each
         self.guards = {length: CompileGuard(step_name(length, lengths), 1) for length in lengths}
         self.metrics_read = True  # so the next step begins a new mean

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import time
 from collections.abc import Container, Iterator
@@ -30,6 +31,7 @@ from shardwright.layout.load_recipe import shipped_recipes
 from shardwright.layout.mesh import mesh_factors
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import mesh_text, size
+from shardwright.xla.libtpu_library import find_library
 
 _SHOWN = 4  # settings that the estimate can't tell from the fastest
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # values of remat
@@ -82,9 +84,13 @@ class Tuning:
         self.args, self.options, self.console = args, replace(options, only_train_step=True), console
         self.cut_short = False  # a setting was not tried for lack of time
         self._until = time.monotonic() + 60 * options.tune
-        unasked = dict.fromkeys(("output_dir", "json", "report", "tune", "compile_timeout"))
+        unasked = dict.fromkeys(("output_dir", "json", "report", "tune"))
         asked = {**args.as_dict(), **asdict(self.options), **unasked}
-        self.path = cache_root() / "tuned" / f"{digest([json.dumps(asked, default=str), code_digest()])}.json"
+        # what files of these names hold, and the compiler
+        job, library = CompileJob.of(args, self.options).job, find_library(options.libtpu)
+        held = [job.recipe.as_dict(), job.config.to_dict(), library.version, os.environ.get("LIBTPU_INIT_ARGS")]
+        key = digest([json.dumps([asked, held], default=str), code_digest()])
+        self.path = cache_root() / "tuned" / f"{key}.json"
         self.tried: dict[Setting, Trial] = {}
         # there is none, or none that can be read
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -50,7 +50,7 @@ class DocumentStream:
     unread: Unread = Unread("a stream", "error")  # noqa: RUF009  (it counts nothing)
     has_names: bool = False  # keys are names of files, and not the texts
     table: Dataset | None = None  # stored texts as they lie on the disk, in a column `text`
-    fingerprint: str = ""  # of stored documents: changes when they do
+    fingerprint: str = ""  # of documents on this disk: changes when they do
 
     def documents(self) -> Iterator[Keyed]:
         return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
