@@ -334,10 +334,17 @@ def test_what_no_loader_would_read_is_refused_and_no_weights_are_written(tmp_pat
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_a_base_with_scales_of_activations_is_written_in_the_format_that_its_refusal_names(tmp_path):
-    save_theirs(tmp_path / "base", config_of("llama", **WIDE))  # as Devstral 2: a scale for all of a weight
-    schemes = {quantized.PROJECTIONS.pattern: quantized.fp8_tensor(".weight_scale_inv")}
-    quantized.quantize(tmp_path / "base", schemes, {"quant_method": "fp8", "activation_scheme": "static"})
+# as Devstral 2, with scales of activations; and a base of which config.json says nothing
+UNKEPT = {
+    "measured": (quantized.fp8_tensor(".weight_scale_inv"), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "unsaid": (quantized.fp8_blocks(), None),
+}
+
+
+@pytest.mark.parametrize(("scheme", "settings"), UNKEPT.values(), ids=UNKEPT)
+def test_a_base_whose_own_format_is_refused_is_written_in_the_format_that_the_refusal_names(tmp_path, scheme, settings):
+    save_theirs(tmp_path / "base", config_of("llama", **WIDE))
+    quantized.quantize(tmp_path / "base", {quantized.PROJECTIONS.pattern: scheme}, settings)
     base = opened(tmp_path / "base")
     with pytest.raises(UserError, match="--format fp8; or"):
         exported(tmp_path / "same", base, format="same")
