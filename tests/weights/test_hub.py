@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwright.errors import UserError
+from shardwright.layout.auto import UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import make_plan
-from shardwright.model.meta_model import meta_model
+from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights import hub_read
 from shardwright.weights.weight_files import INDEX
 from shardwright.xla import sharding
@@ -207,6 +208,18 @@ def test_an_index_that_names_files_which_are_not_there_is_refused(tmp_path):
     absent = sorted(tmp_path.glob("*.safetensors"))[1]
     absent.unlink()
     with pytest.raises(UserError, match=f"names 1 files of {count} that are not there: {absent.name}"):
+        opened(tmp_path, config_of("llama"))
+    (tmp_path / "model.safetensors").symlink_to("../blobs/gone")  # as a cache whose blob was deleted
+    with pytest.raises(UserError, match=r"found: +model\.safetensors, which is no file, but a link"):
+        opened(tmp_path, config_of("llama"))
+
+
+def test_an_adapter_s_folder_as_the_model_is_told_how_it_is_trained_on(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(UserError, match=r"but adapter_config.json\n[\s\S]*--adapter with this folder"):
+        load_config(str(tmp_path), UNMADE)
+    with pytest.raises(UserError, match="--adapter with this folder"):  # beside a config.json, as trainers leave it
         opened(tmp_path, config_of("llama"))
 
 

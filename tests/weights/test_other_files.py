@@ -16,6 +16,7 @@ from shardwright.files.arrays import whole
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights import hub_read
+from shardwright.weights.formats.plain_weights import base_dtype
 from tests.support.hub_models import config_of, place, save_theirs
 
 
@@ -160,6 +161,7 @@ def test_a_gguf_file_gives_the_weights_that_transformers_reads_from_it(tmp_path,
     # semi-private: transformers/modeling_gguf_pytorch_utils.py, transformers 5.23
     theirs = load_gguf_checkpoint(str(file), True, meta_model(config), torch.bfloat16)["tensors"]
     assert theirs.keys() == meta_model(config).state_dict().keys()
+    assert base_dtype(config) == torch.bfloat16  # in which a run of all weights ends
     weights = opened(file, config)
     assert weights.said == f"{kind} (16 tensors), dequantized to bfloat16"
     for name, parameter in theirs.items():

@@ -334,6 +334,28 @@ def test_what_no_loader_would_read_is_refused_and_no_weights_are_written(tmp_pat
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+# as Devstral 2, with scales of activations; and a base of which config.json says nothing
+UNKEPT = {
+    "measured": (quantized.fp8_tensor(".weight_scale_inv"), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "unsaid": (quantized.fp8_blocks(), None),
+}
+
+
+@pytest.mark.parametrize(("scheme", "settings"), UNKEPT.values(), ids=UNKEPT)
+def test_a_base_whose_own_format_is_refused_is_written_in_the_format_that_the_refusal_names(tmp_path, scheme, settings):
+    save_theirs(tmp_path / "base", config_of("llama", **WIDE))
+    quantized.quantize(tmp_path / "base", {quantized.PROJECTIONS.pattern: scheme}, settings)
+    base = opened(tmp_path / "base")
+    with pytest.raises(UserError, match="--format fp8; or"):
+        exported(tmp_path / "same", base, format="same")
+    exported(tmp_path / "out", base, format="fp8")
+    theirs, again = plain_model(tmp_path / "out", quantization_config=LOADERS["fp8"]), opened(tmp_path / "out")
+    assert not again.published.unread
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(whole(again(name)).to(parameter.dtype), parameter), name
+        assert (parameter.float() - whole(base(name)).float()).norm() < 0.04 * parameter.float().norm(), name
+
+
 def test_names_of_memory_are_refused():
     with pytest.raises(UserError, match="--format fp8 --key_format new"):
         ExportFormat("new", format="fp8")

@@ -25,6 +25,7 @@ STACKS = {
     "_orig_mod.": "_orig_mod.",
     "base_model.model.": "base_model.model.",
     "module._orig_mod.": "_orig_mod.' and 'module.",
+    "_forward_module._fsdp_wrapped_module.": "_fsdp_wrapped_module.' and '_forward_module.",
     "_orig_mod.module.base_model.model.": "_orig_mod.' and 'module.' and 'base_model.model.",
 }
 

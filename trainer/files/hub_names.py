@@ -16,6 +16,8 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model*", "*piece*.model", "*.tiktoken", "chat_template.*"),
     "additional_chat_templates/*.jinja",
 )
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder with an adapter in PEFT's format
+ADAPTERS_MODEL = f"the model that {ADAPTER_CONFIG} names, and --adapter with this folder"
 _NAME = re.compile(r"(?P<id>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>\S+))?")
 
 

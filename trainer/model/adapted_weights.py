@@ -109,7 +109,8 @@ def check_untied(targets: Iterable[str], model: nn.Module) -> None:
             asked=f"an adapter of {name}",
             found=f"it is tied to {next(n for n, p in named.items() if p is named[name] and n != name)}",
             why="the two are one weight, and an adapter would change one of them alone",
-            instead=f"other weights: --lora_target {ALL}, and no --modules_to_save of a tied weight",
+            instead=f"other weights: --lora_target {ALL}, and no --modules_to_save of a tied weight; tokens' rows of "
+            'both by --trainable_token_indices; or "tie_word_embeddings": false in its config.json',
         )
 
 

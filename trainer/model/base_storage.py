@@ -42,7 +42,7 @@ def packing_of(base_dtype: str, config: PretrainedConfig) -> Packing | None:
             asked=f"--base_dtype {SAME}",
             found=f"a checkpoint quantized by {method!r}, in another packing"
             if method
-            else "a checkpoint that is plain",
+            else "a checkpoint that is plain, or whose config.json has no quantization_config",
             why=f"frozen weights are packed as {', '.join(PACKINGS)} alone",
             instead="--base_dtype bfloat16, the default, or one of these",
         )

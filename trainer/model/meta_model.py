@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from shardwright.errors import UserError, in_short, nearest_beside
-from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
+from shardwright.files.hub_names import ADAPTER_CONFIG, ADAPTERS_MODEL, hub_error, is_hub_name, pinned, split
 from shardwright.layout.recipe import Recipe
 from shardwright.models.experts import expert_families
 from shardwright.models.layers import mtp, rope
@@ -94,13 +94,12 @@ def _check_path(model: str) -> None:
     # os.path.isfile, since a Path's would raise for a name that is too long
     config_file = path / "config.json" if os.path.isdir(path) else path
     if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
-        raise UserError(
-            asked=f"model {model}",
-            found=f"no file {config_file}",
-            why="a local model is a config.json, or a folder that has one",
-            instead=nearest_beside(model) * (not os.path.exists(path))
-            + "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
-        )
+        found, instead = f"no file {config_file}", nearest_beside(model) * (not os.path.exists(path))
+        instead += "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1"
+        if os.path.isfile(path / ADAPTER_CONFIG):
+            found, instead = f"{found}, but {ADAPTER_CONFIG}", ADAPTERS_MODEL
+        why = "a local model is a config.json, or a folder that has one"
+        raise UserError(asked=f"model {model}", found=found, why=why, instead=instead)
 
 
 def _config_at(model: str) -> PretrainedConfig:

@@ -220,9 +220,13 @@ def quantize(
                 SAME, "a base that is quantized, and that is gone", why, f"the base in its place; or {_PLAIN}"
             )
         return None
-    if asked == SAME or (own and set(own.values()) <= {scheme.form for scheme in SCHEMES[asked]}):
-        _check_written(asked, own, base)
+    if asked == SAME:
+        _check_written(settings, own, base)
+    kept = bool(settings) and not (base is not None and base.published.unread)
+    if asked == SAME or (own and kept and set(own.values()) <= {scheme.form for scheme in SCHEMES[asked]}):
         return QuantizedTensors(asked, settings, own, packed)
+    if not kept:  # the base's tensors say nothing of those that are written
+        packed = {}
     scheme, linear = _chosen(asked, model, tensors, own)
     # engines join a module's projections, and so want all of them in one format
     mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
@@ -245,14 +249,17 @@ def _around(name: str) -> str:
     return ".".join(name.split(".")[:-2])
 
 
-def _check_written(asked: str, own: Mapping[str, Format], base: HubWeights | None) -> None:
+def _check_written(settings: Mapping[str, Any], own: Mapping[str, Format], base: HubWeights | None) -> None:
     """Raises UserError unless the base's formats can be written, and nothing in its files would be lost by it."""
+    if not settings:
+        found = "a base that is quantized, whose config.json has no quantization_config"
+        raise _refused(SAME, found, "without one no loader knows what its codes are", f"--format fp8; or {_PLAIN}")
     if unwritten := {form.title: form.unwritten for form in own.values() if form.encode is None}:
         why = "; ".join(dict.fromkeys(unwritten.values()))
-        raise _refused(asked, f"a base in {', '.join(sorted(unwritten))}", why, _UNWRITTEN)
+        raise _refused(SAME, f"a base in {', '.join(sorted(unwritten))}", why, _UNWRITTEN)
     if base is not None and (unread := base.published.unread):
         found = f"scales in the base that were measured on its activations: {first_names(unread)}"
-        raise _refused(asked, found, "they are wrong for other weights", f"--format fp8; or {_PLAIN}")
+        raise _refused(SAME, found, "they are wrong for other weights", f"--format fp8; or {_PLAIN}")
 
 
 def _chosen(

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from shardwright.errors import UserError
+from shardwright.files.hub_names import ADAPTER_CONFIG, ADAPTERS_MODEL
 from shardwright.files.safetensors_file import LARGEST, read_header
 from shardwright.weights.names import first_names
 from shardwright.weights.torch_file import is_state_dict, open_torch
@@ -63,10 +64,12 @@ def files_in(name: str, folder: Path) -> list[Path]:
         raise unreadable(name, folder / index, error) from error
     if names is None:
         raise no_weights(name, f"in {folder}", there)
-    names = [file for file in names if file != index]
+    indexed, names = index in names, [file for file in names if file != index]
     absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
-        found = f"{index} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
+        found = f"{absent[0]}, which is no file, but a link to one that is gone"
+        if indexed:
+            found = f"{index} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}"
         raise refused(name, found, "the weights in them would be missing", f"all of the files in {folder}")
     return [folder / file for file in names]
 
@@ -78,6 +81,8 @@ def no_weights(asked: str, place: str, there: Collection[str]) -> UserError:
     if not weights:
         why = "the weights are not there, or not in a format that is read"
     instead = f"one with {WEIGHTS}, or with {INDEX} and the files that it names"
+    if ADAPTER_CONFIG in there:
+        why, instead = "they may be an adapter's, which is trained beside a model", ADAPTERS_MODEL
     if any(file.endswith(GGUF) for file in there):
         instead += "; or one of its GGUF files, on this machine: --model FOLDER/FILE.gguf"
     found = f"neither {WEIGHTS} nor {INDEX} {place}, but {first_names(weights or there)}"

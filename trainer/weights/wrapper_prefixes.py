@@ -12,9 +12,12 @@ from transformers.core_model_loading import dot_natural_key
 from shardwright.weights.names import NamesInFiles
 
 T = TypeVar("T")
-INSIDE = "_orig_mod."  # torch.compile's, also of a layer alone: anywhere in a name
-# prefix → what stands in its place: torch.compile, DistributedDataParallel, PEFT, the text part of a multimodal model
-PREFIXES = {INSIDE: "", "module.": "", "base_model.model.": "", "model.language_model.": "model."}
+# torch.compile's, FullyShardedDataParallel's and checkpointing's, also of a layer alone: anywhere in a name
+INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# prefix → what stands in its place: these, DistributedDataParallel, Lightning's DeepSpeed, PEFT, the text part of a
+# multimodal model
+PREFIXES = dict.fromkeys((*INSIDE, "module.", "_forward_module.", "base_model.model."), "")
+PREFIXES["model.language_model."] = "model."
 _TRIED = 256  # names: of a checkpoint of 90,000 the first tell as much
 
 
@@ -50,13 +53,13 @@ def _next_prefix(names: Iterable[str], own: list[str], known: Callable[[str], bo
 
 
 def _has(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) or (prefix == INSIDE and f".{prefix}" in name)
+    return name.startswith(prefix) or (prefix in INSIDE and f".{prefix}" in name)
 
 
 def _without(name: str, prefix: str) -> str:
     if not _has(name, prefix):
         return name
-    return name.replace(prefix, "") if prefix == INSIDE else PREFIXES[prefix] + name.removeprefix(prefix)
+    return name.replace(prefix, "") if prefix in INSIDE else PREFIXES[prefix] + name.removeprefix(prefix)
 
 
 def _first(names: Iterable[str]) -> list[str]:

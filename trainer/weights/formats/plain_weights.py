@@ -109,7 +109,7 @@ def plain(
 
 def base_dtype(config: PretrainedConfig) -> torch.dtype | None:
     """The dtype of the weights that a model of ``config`` is published with, once dequantized; None: it says none."""
-    if quantization_settings(config):
+    if quantization_settings(config) or (config.name_or_path or "").endswith(".gguf"):  # which states no dtype
         return DEQUANTIZED
     stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, stated) if isinstance(stated, str) else stated
