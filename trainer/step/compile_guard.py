@@ -9,13 +9,21 @@ from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.graph_difference import Trace, first_difference, graph_text
 from shardwright.xla.runtime import compile_count, program_count, run_now
 
-COMPILED: Counter[str] = Counter()  # step → times that this process has compiled it, loaded ones left out
+COMPILED: Counter[str] = Counter()  # step → times that this run has compiled it, loaded ones left out
+_before = 0  # programs that the process had compiled when the run began
+
+
+def begin_run() -> None:
+    """Count the compiles of a run from now on: a notebook's process has several."""
+    global _before
+    COMPILED.clear()
+    _before = compile_count()
 
 
 def compiles_said() -> str:
-    """The programs that this process has compiled: each step by its name, and the number of all other graphs."""
+    """The programs that this run has compiled: each step by its name, and the number of all other graphs."""
     steps = [f"{what} {count}" for what, count in COMPILED.items() if count]
-    others = compile_count() - COMPILED.total()
+    others = compile_count() - _before - COMPILED.total()
     return f"{', '.join(steps) or 'no step'}; {others} small graphs around them (weights, metrics)"
 
 
