@@ -35,6 +35,8 @@ def test_a_version_is_found_in_the_cache_and_a_missing_one_told_with_pips_comman
     assert error.value.instead == f"pip install --no-deps --target {folder} libtpu==0.0.99"
     path = as_pip_leaves_it(folder, "0.0.99")
     assert find_library("0.0.99").path == path
+    with pytest.raises(UserError, match=r"instead: a version, such as 0\.0\.52, or the path of a libtpu\.so"):
+        find_library(str(tmp_path / "libtpu.so"))
 
 
 def test_a_library_of_no_package_is_told_from_another_by_size_and_date(

@@ -1,16 +1,22 @@
 """A launch request: where a run takes place, and its options, checked as far as possible without devices."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from shardwright.errors import UserError
 from shardwright.launch.slices import hosts
 from shardwright.xla.chips import Topology
 from shardwright.xla.program_cache import COMPILED
+
+if TYPE_CHECKING:
+    from shardwright.arguments.training import TrainingArguments
 
 STORES = ("gs", "s3")  # schemes of stores that every host reaches
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders local to a host
@@ -82,17 +88,21 @@ class Request:
         return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", COMPILED: compiled, **self.environment}
 
 
-def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
+def check_train(
+    words: Sequence[str], topology: Topology, mount: Mount | None, target: str, *, container: bool
+) -> tuple[tuple[str, ...], str]:
     """Checks a run's options, by `scripts/train.py`'s own parser, and returns them with the output folder.
 
     ``--resume_from_checkpoint latest`` is added, so that a restart goes on from the newest checkpoint. In a
     ``container`` the run sees only its disk and mounts.
 
     Raises:
-        UserError: a bad option, or an output folder that a restart on another host would not find.
+        UserError: a bad option, an output folder that a restart on another host would not find, an input that only
+            this machine has, or a job that can't be on these slices, as far as the model's config can be read here.
     """
     from shardwright.arguments.command_line import parse
     from shardwright.arguments.training import TrainingArguments
+    from shardwright.launch.local_inputs import check_inputs
     from shardwright.layout.auto import AUTO
     from shardwright.layout.load_recipe import load_recipe
 
@@ -100,6 +110,8 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
     if args.recipe != AUTO:
         load_recipe(args.recipe)
     _check_shared(args.output_dir, mount, container)
+    check_inputs(args, target, container=container, mounted=mount.path if mount is not None else "")
+    _check_job(args, topology)
     if args.resume_from_checkpoint is None:
         return (*words, "--resume_from_checkpoint", "latest"), args.output_dir
     if args.resume_from_checkpoint != "latest":
@@ -110,6 +122,18 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
             instead="--resume_from_checkpoint latest, with that checkpoint copied into --output_dir",
         )
     return tuple(words), args.output_dir
+
+
+def _check_job(args: TrainingArguments, topology: Topology) -> None:
+    """Refuses what each host would, of a model whose config this machine can read without the network."""
+    from shardwright.job import Job
+
+    folders = [each for each in (args.model, args.adapter) if each is not None]
+    if not all(os.path.exists(os.path.expanduser(each)) for each in folders):
+        return
+    job = Job.resolve(args, lambda: topology.devices)
+    _ = job.plan
+    job.recipe.mesh.over_slices(topology.slices, topology.devices)
 
 
 def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) -> None:
@@ -125,7 +149,7 @@ def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) 
         return
     elif container:
         found, why = f"{output_dir}, on the container's own disk", "that goes with the container"
-    elif not os.path.isabs(output_dir) or any(_inside(output_dir, own) for own in _OWN):
+    elif of_one_host(output_dir):
         found, why = f"{output_dir}, which each host has for itself", "a restart on another host would not find it"
     else:
         return
@@ -136,6 +160,12 @@ def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) 
         why=why,
         instead=f"--output_dir {bucket}" + (more if container else ", or a folder on a disk that all hosts mount"),
     )
+
+
+def of_one_host(path: str) -> bool:
+    """Whether each host has a folder of its own at ``path``."""
+    whole = os.path.expanduser(path)
+    return not os.path.isabs(whole) or any(_inside(whole, own) for own in _OWN)
 
 
 def _inside(path: str, folder: str) -> bool:

@@ -9,7 +9,7 @@ from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request, check_train
-from shardwright.launch.slices import as_large, generation
+from shardwright.launch.slices import as_large, generation, hosts
 from shardwright.report.escapes import escaped
 from shardwright.xla.chips import Topology, find_topology
 
@@ -62,7 +62,7 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             why="a TPU VM mounts none by itself",
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
-    words, output_dir = check_train(train, mount, container=bool(options.image))
+    words, output_dir = check_train(train, topology, mount, name, container=bool(options.image))
     same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
     given = {key: value for key, value in same.items() if value is not None}
     return Request(**given | {"topology": topology, "train": words, "output_dir": output_dir, "mount": mount})
@@ -116,6 +116,10 @@ def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topo
             "asks for TPUs by their number, not by their shape",
         )
         instead = "xpk or jobset, or a slice of another size"
+    elif name in ("xpk", "jobset") and topology.slices > 1 and hosts(topology) == 1:
+        # docs.cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice: node pools of one host are not joined
+        found, why = "several slices of one host each", "joins slices of several hosts alone, as GKE does"
+        instead = "one larger slice, or slices of several hosts"
     elif target.one_slice and topology.slices > 1:
         found, why = "several slices", "does not tell a host which slice it belongs to"
         instead = "xpk, jobset or tpu-vm, or --slices 1"
