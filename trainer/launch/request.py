@@ -89,20 +89,18 @@ class Request:
 
 
 def check_train(
-    words: Sequence[str], topology: Topology, mount: Mount | None, target: str, *, container: bool
-) -> tuple[tuple[str, ...], str]:
-    """Checks a run's options, by `scripts/train.py`'s own parser, and returns them with the output folder.
+    words: Sequence[str], mount: Mount | None, *, container: bool
+) -> tuple[tuple[str, ...], TrainingArguments]:
+    """Checks a run's options, by `scripts/train.py`'s own parser, and returns them as words and read.
 
     ``--resume_from_checkpoint latest`` is added, so that a restart goes on from the newest checkpoint. In a
     ``container`` the run sees only its disk and mounts.
 
     Raises:
-        UserError: a bad option, an output folder that a restart on another host would not find, an input that only
-            this machine has, or a job that can't be on these slices, as far as the model's config can be read here.
+        UserError: a bad option, or an output folder that a restart on another host would not find.
     """
     from shardwright.arguments.command_line import parse
     from shardwright.arguments.training import TrainingArguments
-    from shardwright.launch.local_inputs import check_inputs
     from shardwright.layout.auto import AUTO
     from shardwright.layout.load_recipe import load_recipe
 
@@ -110,10 +108,8 @@ def check_train(
     if args.recipe != AUTO:
         load_recipe(args.recipe)
     _check_shared(args.output_dir, mount, container)
-    check_inputs(args, target, container=container, mounted=mount.path if mount is not None else "")
-    _check_job(args, topology)
     if args.resume_from_checkpoint is None:
-        return (*words, "--resume_from_checkpoint", "latest"), args.output_dir
+        return (*words, "--resume_from_checkpoint", "latest"), args
     if args.resume_from_checkpoint != "latest":
         raise UserError(
             asked=f"--resume_from_checkpoint {args.resume_from_checkpoint}",
@@ -121,19 +117,7 @@ def check_train(
             why="each restart would go back to it, and lose what was learned since",
             instead="--resume_from_checkpoint latest, with that checkpoint copied into --output_dir",
         )
-    return tuple(words), args.output_dir
-
-
-def _check_job(args: TrainingArguments, topology: Topology) -> None:
-    """Refuses what each host would, of a model whose config this machine can read without the network."""
-    from shardwright.job import Job
-
-    folders = [each for each in (args.model, args.adapter) if each is not None]
-    if not all(os.path.exists(os.path.expanduser(each)) for each in folders):
-        return
-    job = Job.resolve(args, lambda: topology.devices)
-    _ = job.plan
-    job.recipe.mesh.over_slices(topology.slices, topology.devices)
+    return tuple(words), args
 
 
 def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) -> None:
