@@ -72,7 +72,7 @@ def main() -> None:
     from shardwright.model.lora_options import lora_of, plan_of
     from shardwright.model.meta_model import load_config
     from shardwright.model.model_checks import check_model
-    from shardwright.report.lines import Terminal, say
+    from shardwright.report.lines import Terminal, say, waiting
 
     transformers.logging.set_verbosity_error()  # of models that are tried small
     if arguments.write is not None:
@@ -90,7 +90,8 @@ def main() -> None:
     options["train_mtp"] = arguments.train_mtp
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
-    check_model(recipe, args, facts)  # what no run trains has no plan
+    with waiting(Terminal(stderr=arguments.json), "trying a small one of its kind …"):
+        check_model(recipe, args, facts)  # what no run trains has no plan
     recipe, copies = fitted(recipe, facts.model, arguments.devices)
     plan = plan_of(recipe, facts, lora_of(args, facts), arguments.devices, args)
     warnings = list(filter(None, (copies, *plan_warnings(plan))))

@@ -49,6 +49,9 @@ def test_a_library_of_no_package_is_told_from_another_by_size_and_date(
     built.write_bytes(b"another")
     assert find_library().version != first.version
     assert find_library().path == built
+    built.unlink()
+    with pytest.raises(UserError, match="unset TPU_LIBRARY_PATH"):
+        find_library()
 
 
 def test_a_folder_without_a_library_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,14 @@ def find_library(asked: str | None = None) -> Library:
         UserError: there is none.
     """
     if asked is None:
+        given = os.environ.get("TPU_LIBRARY_PATH")
+        if given and not os.path.exists(given):
+            raise UserError(
+                asked=f"TPU_LIBRARY_PATH={given}",
+                found="no such file",
+                why="a TPU run loads that one, and another compiler would tell of other numbers",
+                instead="the path of a libtpu.so; or unset TPU_LIBRARY_PATH, for the one that is installed",
+            )
         if (found := installed()) is None:
             raise UserError(
                 asked="compiling for a TPU",
