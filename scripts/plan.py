@@ -60,6 +60,8 @@ def parser() -> Parser:
 def main() -> None:
     arguments = parser().parse_args()
 
+    import transformers
+
     from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.copies import fitted
     from shardwright.layout.load_recipe import load_recipe
@@ -69,8 +71,10 @@ def main() -> None:
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import lora_of, plan_of
     from shardwright.model.meta_model import load_config
-    from shardwright.report.lines import Terminal, say
+    from shardwright.model.model_checks import check_model
+    from shardwright.report.lines import Terminal, say, waiting
 
+    transformers.logging.set_verbosity_error()  # of models that are tried small
     if arguments.write is not None:
         _check_made(arguments.write, arguments.recipe)
     made = None
@@ -82,11 +86,13 @@ def main() -> None:
         recipe = load_recipe(arguments.recipe)
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
         facts = facts_of(load_config(arguments.model, recipe), arguments.train_mtp)
-    recipe, copies = fitted(recipe, facts.model, arguments.devices)
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
     options["train_mtp"] = arguments.train_mtp
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
     args = TrainingArguments(recipe=arguments.recipe, num_train_epochs=1, **options)
+    with waiting(Terminal(stderr=arguments.json), "trying a small one of its kind …"):
+        check_model(recipe, args, facts)  # what no run trains has no plan
+    recipe, copies = fitted(recipe, facts.model, arguments.devices)
     plan = plan_of(recipe, facts, lora_of(args, facts), arguments.devices, args)
     warnings = list(filter(None, (copies, *plan_warnings(plan))))
     if args.max_steps > 0 and (notice := args.schedule(peak=1.0).notice):

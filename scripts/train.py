@@ -15,7 +15,7 @@ EXIT_CODES = f"""Exit codes:
   2    something asked for can't be
   {BUG}   an error that nobody foresaw, which the same command would meet again
   {PREEMPTED}   SIGTERM came, and what was learned is in a checkpoint: go on with --resume_from_checkpoint latest
-  {LOST}   a host of the job was lost, or nothing moved for --hang_timeout: start the same command again
+  {LOST}   a host was lost, a store failed for now, or nothing moved for --hang_timeout: start the same command again
   {INTERRUPTED}  Ctrl-C
 """
 COMPILE_ONLY = {

@@ -13,7 +13,7 @@ INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
 BUG = 70  # sysexits' EX_SOFTWARE: an error that nobody foresaw, and that comes again with the same command
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; the same command goes on
 TERMINATED = 143  # a shell's code for a program that SIGTERM ended: there was nothing to save
-LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
+LOST = 76  # a host of the job was lost, a step hung, or a store failed; the same command goes on
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
 # errors that may pass: of a device (a RuntimeError), a network, a disk or the host's memory, …
@@ -54,7 +54,12 @@ class UserError(Exception):
 
 
 class TransientError(UserError):
-    """A store, a disk or a host failed, and may soon work again: with ``--max_restarts`` the run begins again."""
+    """A store, a disk, the hub or a host failed, and may soon work again: a run, started again, goes on.
+
+    With ``--max_restarts`` the run begins again by itself, and launchers start it again.
+    """
+
+    code = 1  # started again only by launchers that count
 
 
 class Terminated(BaseException):

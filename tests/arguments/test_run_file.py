@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -77,14 +78,31 @@ def test_a_run_with_as_many_options_as_go_together_comes_back(tmp_path: Path, op
                     args = replace(args, **{name: value})
                     break
     assert sum(getattr(args, each.name) != each.default for each in fields(args)) > 60
-    assert again(args, tmp_path) == args
+    folders = {name: os.path.abspath(getattr(args, name)) for name in ("output_dir", "staging_dir")}
+    assert again(args, tmp_path) == replace(args, **folders)
+
+
+def test_a_run_is_repeated_from_another_folder_with_the_files_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mixtral_ep").mkdir()  # a recipe's name is none of it
+    for name in ("a.jsonl", "b.jsonl", "mine.py"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    mixed = {"dataset": "a.jsonl:0.7,hub/set:0.3", "eval_dataset": "x=b.jsonl,y=hub/set", "output_dir": "runs/one"}
+    found = again(TrainingArguments("mixtral_ep", num_train_epochs=1, **mixed), tmp_path)
+    assert (found.recipe, found.output_dir) == ("mixtral_ep", f"{tmp_path}/runs/one")
+    assert found.dataset == f"{tmp_path}/a.jsonl:0.7,hub/set:0.3"
+    assert found.eval_dataset == f"x={tmp_path}/b.jsonl,y=hub/set"
+    assert again(TrainingArguments("./mine.py", num_train_epochs=1), tmp_path).recipe == f"{tmp_path}/mine.py"
 
 
 def test_the_file_of_a_resolved_run_gives_its_arguments(tmp_path: Path) -> None:
     resolved = Settings(output_dir="out", warmup_steps=0.1, max_steps=40, objective="dpo", model="a/b", revision="c1")
     found = again(resolved, tmp_path)
-    assert found.as_dict() == resolved.as_dict()
-    assert Settings.of(found) == resolved
+    there = replace(resolved, output_dir=os.path.abspath("out"))
+    assert found.as_dict() == there.as_dict()
+    assert Settings.of(found) == there
 
 
 def test_options_of_the_command_line_win_and_a_later_file_wins_over_an_earlier(tmp_path: Path) -> None:
@@ -151,7 +169,8 @@ def test_a_password_in_a_url_is_not_written_down() -> None:
 def test_a_launch_gives_the_hosts_the_options_of_a_file_and_no_line_break_in_them(tmp_path: Path) -> None:
     options = LaunchArguments(topology="v5p:2x2x4", image="image")
     words = ["--config", str(tmp_path / "run.yaml"), "--seed", "3"]
-    (tmp_path / "run.yaml").write_text("output_dir: gs://bucket/run\nmax_length: 64\nnum_train_epochs: 2\n")
+    text = "output_dir: gs://bucket/run\nmax_length: 64\nnum_train_epochs: 2\nrecipe: llama_fsdp\n"
+    (tmp_path / "run.yaml").write_text(text)
     train = read_request("jobset", options, words).train
     assert train[:3] == ("--output_dir=gs://bucket/run", "--max_length=64", "--num_train_epochs=2")
     (tmp_path / "run.yaml").write_text('run_name: "a\\nb"\noutput_dir: gs://bucket/run\n')

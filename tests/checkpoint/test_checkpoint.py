@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ from shardwright.checkpoint.host_state import set_random_state
 from shardwright.checkpoint.lineage import LINEAGE, folder_of, whole_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
 from shardwright.checkpoint.write import CheckpointWriter, expired
-from shardwright.errors import UserError
+from shardwright.errors import LOST, UserError, exit_code_of
 from shardwright.files.folder import Folder, StorageError
 from shardwright.layout.mesh import Mesh
 from shardwright.model.meta_model import meta_model
@@ -294,10 +295,27 @@ def test_a_full_disk_is_the_next_save_s_error_with_its_cause_and_the_last_one_st
     saves.save({"w": tensor}, host(1), TrainerState())
     assert saves.wait() is not None
     saves.save({"w": tensor}, host(2), TrainerState())
-    with pytest.raises(StorageError, match=r"No space left on device(.|\n)*checkpoint-1 is whole"):
+    with pytest.raises(StorageError, match=r"No space left on device(.|\n)*checkpoint-1 is whole") as told:
         saves.save({"w": tensor}, host(3), TrainerState())
+    assert exit_code_of(told.value) == 2  # no launcher starts it again
     open_checked(folder_of(output, 1), quiet())
     assert output.names() == ["checkpoint-1", LINEAGE]  # the half one gave its room back
+
+
+def test_a_store_that_fails_for_now_ends_the_run_with_a_code_after_which_launchers_start_it_again(state, tmp_path):
+    saves = writer(Folder(tmp_path))
+    saves.save(state, host(1), TrainerState())
+    saves.wait()
+
+    def fail(*paths: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        saves.save(state, host(2), TrainerState())
+        with pytest.raises(StorageError, match="checkpoint-1 is whole") as told:
+            saves.wait()
+    assert exit_code_of(told.value) == LOST
 
 
 def test_a_disk_that_goes_away_stops_the_run(state, small_disk):

@@ -83,7 +83,7 @@ def test_the_command_prints_and_writes_the_estimate(tmp_path: Path) -> None:
     counted = json.loads(written.read_text())
     seconds = count().estimate.seconds
     assert counted["estimate"]["seconds"] == seconds
-    assert f"Estimated: {seconds:,.3f} (" in printed
+    assert f"Estimated: {seconds:.6f} (" in printed
     assert f" s a step, {16 * 128 / 8 / seconds:,.0f} (" in printed
     # a token meets 2 of 8 experts: 12.7e9 weights, less the looked up embeddings
     assert counted["model_flops"] == pytest.approx(6 * 12.75e9 * 16 * 128 / 8, rel=0.01)

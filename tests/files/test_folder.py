@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from botocore.exceptions import ClientError, NoCredentialsError
 
-from shardwright.errors import UserError
+from shardwright.errors import LOST, UserError, exit_code_of
 from shardwright.files.folder import TEMPORARY, Folder, StorageError
 from tests.support.faults import ERRORS, Faults, faults_of
 
@@ -72,8 +73,10 @@ def test_what_the_disk_can_t_tell_is_an_error_and_no_no(error, tmp_path, monkeyp
     for name in ("stat", "lstat", "listdir"):
         monkeypatch.setattr(os, name, fail)
     for ask in (Folder.exists, Folder.is_file, Folder.size, lambda folder, name: folder.names()):
-        with pytest.raises(StorageError, match=r"look for|list|read"):
+        with pytest.raises(StorageError, match=r"look for|list|read") as told:
             ask(Folder(tmp_path), "there")  # type: ignore[operator]
+        # no launcher starts a run again that has no permission, and each does after a fault that passes
+        assert exit_code_of(told.value) == (2 if error == errno.EACCES else LOST)
 
 
 def test_a_circle_of_links_is_an_error_and_no_no(tmp_path):
@@ -92,16 +95,27 @@ def fail(patch: pytest.MonkeyPatch, folder: Folder, names: tuple[str, ...], erro
         patch.setattr(folder._fs, name, raises)
 
 
-@pytest.mark.parametrize("error", [PermissionError, TimeoutError])
-def test_what_a_store_can_t_tell_is_an_error_and_no_no(error, store, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PermissionError("forbidden"), 2),
+        (OSError("Forbidden: b/out"), 2),  # gcsfs
+        (NoCredentialsError(), 2),
+        (ValueError("Bad Request: forbidden"), 2),
+        (TimeoutError("forbidden"), LOST),
+        (ClientError({"Error": {"Code": "SlowDown", "Message": "forbidden"}}, "ListObjects"), LOST),
+    ],
+)
+def test_what_a_store_can_t_tell_is_an_error_and_no_no(error, code, store, monkeypatch):
     folder = Folder(f"{store}/out")
     folder.write("there", b"")
 
     with monkeypatch.context() as patch:
-        fail(patch, folder, ("info", "ls"), error("forbidden"))
+        fail(patch, folder, ("info", "ls"), error)
         for ask in (Folder.exists, Folder.is_file, Folder.size, lambda folder, name: folder.names()):
-            with pytest.raises(StorageError, match="forbidden"):
+            with pytest.raises(StorageError, match=r"(?i)forbidden|credentials") as told:
                 ask(folder, "there")  # type: ignore[operator]
+            assert exit_code_of(told.value) == code
 
 
 @pytest.mark.parametrize("asked", ["info", "ls"])

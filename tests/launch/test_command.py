@@ -20,6 +20,7 @@ from tests.support.paths import ROOT
 
 JOBSET = ["jobset", "--topology", "v5p:2x2x4", "--image", "image:1"]
 TRAIN = ["--", "--recipe", "mixtral_ep", "--output_dir", "gs://bucket/one"]
+RECIPE = str(ROOT / "recipes" / "mixtral_ep.py")
 
 
 def refused(words: list[str]) -> str:
@@ -97,6 +98,10 @@ REFUSED = {
         ["tpu-vm", "--topology", "v5p:8x8x8", "--image", "i", "--zone", "z", *TRAIN],
         "slices of as many chips: 4x8x16",
     ),
+    "slices of one host on GKE": (
+        ["jobset", "--topology", "v6e:2x4", "--image", "i", "--slices", "2", *TRAIN],
+        "jobset joins slices of several hosts alone",
+    ),
     "several slices by SkyPilot": (["skypilot", *JOBSET[1:], "--slices", "2", *TRAIN], "xpk, jobset or tpu-vm"),
     "no options of train": (JOBSET, "no --output_dir"),
     "no output": ([*JOBSET, "--", "--recipe", "mixtral_ep"], "no --output_dir"),
@@ -109,6 +114,14 @@ REFUSED = {
     "an output relative to a host": (["ray", "--topology", "v5p:2x2x4", "--", "--output_dir", "one"], "each host has"),
     "an output in memory": ([*JOBSET, "--", "--output_dir", "memory://one"], "none of gs:// and s3://"),
     "a recipe that is none": ([*JOBSET, "--", "--recipe", "mixtrol", *TRAIN[3:]], "no recipe of that name"),
+    "a recipe of this machine": ([*JOBSET, "--", "--recipe", RECIPE, *TRAIN[3:]], f"--recipe {RECIPE}\n"),
+    "a dataset of this machine": ([*JOBSET, *TRAIN, "--dataset", "hub/set:0.5,/tmp:0.5"], "--dataset /tmp\n"),
+    "a model that Ray is not sent": (
+        ["ray", "--topology", "v5p:2x2x4", *TRAIN, "--model", str(ROOT / "docs")],
+        f"--model {ROOT / 'docs'}\n",
+    ),
+    "a mesh that no slices take": ([*JOBSET, "--slices", "2", *TRAIN], "--mesh data=2,fsdp=4,expert=4"),
+    "a mesh that the chips don't take": ([*JOBSET, *TRAIN, "--mesh", "fsdp=8,expert=4"], "on 16 devices"),
     "a value that train refuses": ([*JOBSET, *TRAIN, "--learning_rate", "-1"], "--learning_rate"),
     "a restart at one checkpoint": (
         [*JOBSET, *TRAIN, "--resume_from_checkpoint", "gs://bucket/one/checkpoint-3"],

@@ -63,7 +63,7 @@ CODES: dict[int, Exit] = {
     USER_ERROR: Exit("something asked for can't be", Sequel.NEVER),
     BUG: Exit("an error that nobody foresaw, and that comes again", Sequel.NEVER),
     PREEMPTED: Exit("SIGTERM, and what was learned is in a checkpoint", Sequel.AGAIN),
-    LOST: Exit("another host is lost, or nothing moved", Sequel.AGAIN),
+    LOST: Exit("another host is lost, a store failed for now, or nothing moved", Sequel.AGAIN),
     INTERRUPTED: Exit("Ctrl-C, which nobody presses on a cluster", Sequel.EITHER),
     134: Exit("aborted: a runtime's check failed, or another host is lost", Sequel.EITHER),
     135: Exit("bus error: a mapped file's disk is gone", Sequel.EITHER),

@@ -157,8 +157,20 @@ def test_a_queue_is_kueues_label_and_without_one_there_is_none():
     assert "labels" not in jobset()["metadata"]
 
 
-def test_spot_asks_for_spot_nodes():
-    assert pod(jobset(spot=True))["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+def test_spot_asks_for_spot_nodes_with_their_taint_too():
+    spec = pod(jobset(spot=True))
+    assert spec["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert "cloud.google.com/gke-spot" in [each["key"] for each in spec["tolerations"]]
+    assert len(pod(jobset())["tolerations"]) == 1
+
+
+def test_the_log_that_is_shown_is_the_first_hosts():
+    *_, labels = planned("jobset").afterwards[0]
+    assert {each.rpartition("/")[2] for each in labels.split(",")} == {
+        "jobset-name=one",
+        "job-index=0",
+        "job-completion-index=0",
+    }
 
 
 def test_a_staging_folder_is_the_nodes_own_so_that_the_next_pod_there_finds_it():

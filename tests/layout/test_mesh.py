@@ -51,6 +51,8 @@ def test_a_number_of_devices_that_is_no_count_is_refused(devices):
     with pytest.raises(UserError, match=f"--devices {devices}\n") as error:
         Mesh(fsdp=-1).sizes(devices)
     assert error.value.instead == "--devices 8"
+    with pytest.raises(UserError, match="more than 1,048,576"):
+        Mesh(fsdp=-1).sizes(10**12)
 
 
 @pytest.mark.parametrize("size", [0, -2, 2.0, True, "4"])

@@ -12,7 +12,14 @@ from shardwright.xla.chips import CHIPS, FLAGS, NEWER_FLAGS, find_topology, topo
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("v5p:4x4x5", "did you mean 'v5p:4x4x"), ("v5e:16x61", "did you mean 'v5e:16x16'"), ("v9:2x2", "v6e:16x16")],
+    [
+        ("v5p:4x4x5", "did you mean 'v5p:4x4x"),
+        ("v5e:16x61", "did you mean 'v5e:16x16'"),
+        ("v9:2x2", "v6e:16x16"),
+        ("v6e-8", "v6e-8 is v6e:2x4; "),
+        ("v5p-32", "v5p-32 is v5p:2x2x4; "),
+        ("v5litepod-16", "v5litepod-16 is v5e:4x4; "),
+    ],
 )
 def test_an_unknown_topology_lists_the_known_ones(name: str, hint: str) -> None:
     with pytest.raises(UserError) as error:

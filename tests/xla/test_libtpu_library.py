@@ -35,6 +35,8 @@ def test_a_version_is_found_in_the_cache_and_a_missing_one_told_with_pips_comman
     assert error.value.instead == f"pip install --no-deps --target {folder} libtpu==0.0.99"
     path = as_pip_leaves_it(folder, "0.0.99")
     assert find_library("0.0.99").path == path
+    with pytest.raises(UserError, match=r"instead: a version, such as 0\.0\.52, or the path of a libtpu\.so"):
+        find_library(str(tmp_path / "libtpu.so"))
 
 
 def test_a_library_of_no_package_is_told_from_another_by_size_and_date(
@@ -47,6 +49,9 @@ def test_a_library_of_no_package_is_told_from_another_by_size_and_date(
     built.write_bytes(b"another")
     assert find_library().version != first.version
     assert find_library().path == built
+    built.unlink()
+    with pytest.raises(UserError, match="unset TPU_LIBRARY_PATH"):
+        find_library()
 
 
 def test_a_folder_without_a_library_is_refused(tmp_path: Path) -> None:

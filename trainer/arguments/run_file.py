@@ -19,6 +19,10 @@ HELP = (
     "line win."
 )
 _LARGEST = 1 << 20  # most bytes of such a file
+_OUTPUTS = ("output_dir", "staging_dir")
+_INPUTS = ("model", "tokenizer", "adapter", "teacher", "sample_prompts", "dataset", "eval_dataset")
+_NAMED = ("recipe", "chat_template", "resume_from_checkpoint")  # a bare word of these is no path
+_BETWEEN = re.compile(r"([,=]|:[0-9.]+(?:[eE][-+]?[0-9]+)?(?=,|$))")  # the paths of a mixture, and of named sets
 
 
 class _Loader(yaml.SafeLoader):
@@ -125,13 +129,26 @@ def with_files(words: Sequence[str], known: Mapping[str, bool] | None = None) ->
 def run_file(arguments: Any) -> str:
     """The `run.yaml` of a run with ``arguments``: all options, those that are not the default first.
 
-    Read again, they are the same arguments, but for ``user:password@`` in a URL, which is left out.
+    Read again, they are the same arguments, from whichever folder: paths of this machine are absolute. Left out is
+    ``user:password@`` in a URL.
     """
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
+    paths = [*_OUTPUTS, *_INPUTS, *(name for name in _NAMED if {"/", "."} & {*str(values[name])})]
+    values |= {name: _absolute(values[name], name in _OUTPUTS) for name in paths if values[name]}
     given = {name: value for name, value in values.items() if value != defaults[name]}
     others = {name: value for name, value in values.items() if name not in given}
     head = f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n"
     return f"{head}{dumped(given)}\n# As is the default:\n{dumped(others)}"
+
+
+def _absolute(text: str, output: bool) -> str:
+    """``text`` with each path of a disk in it made absolute: an ``output``'s, and an input's that is there."""
+    if output or os.path.exists(os.path.expanduser(text)):
+        return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    parts = _BETWEEN.split(text)
+    there = [os.path.exists(os.path.expanduser(part)) for part in parts[::2]]
+    parts[::2] = [_absolute(part, True) if found else part for part, found in zip(parts[::2], there, strict=True)]
+    return "".join(parts)
 
 
 def dumped(options: Mapping[str, Any]) -> str:

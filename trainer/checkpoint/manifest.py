@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from shardwright.errors import UserError
-from shardwright.files.folder import TEMPORARY, Folder, StorageError
+from shardwright.files.folder import TEMPORARY, Folder, StorageError, StorageRefusal
 from shardwright.hosts.hosts import hosts
 
 FORMAT = 2  # raise it when the meaning of what is written changes
@@ -49,7 +49,7 @@ def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
     if not wrong and (not folder.exists(MANIFEST) or folder.read(MANIFEST) != _as_bytes(files)):
         wrong = [MANIFEST]
     if wrong:
-        raise StorageError(
+        raise StorageRefusal(
             asked=f"to write {folder}",
             found=f"{wrong[0]} is gone, or is not what this run wrote",
             why="something else writes or removes files there",

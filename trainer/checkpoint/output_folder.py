@@ -63,7 +63,7 @@ def _claim(lock: FolderLock, held: contextlib.ExitStack, first: Collection[str])
     try:
         held.enter_context(_as_it_was(lock, first))
     except StorageError as error:
-        raise StorageError(  # still transient: the folder may come back to a run that had it before
+        raise type(error)(  # still transient: the folder may come back to a run that had it before
             asked=f"--output_dir {lock.folder}",
             found=error.found,
             why="the run writes its model and its log there",

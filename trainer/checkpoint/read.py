@@ -260,7 +260,7 @@ def find_checkpoint(
 
 
 def _untold(step: int, error: StorageError) -> StorageError:
-    return StorageError(
+    return type(error)(
         asked=f"--resume_from_checkpoint latest, which is checkpoint-{step}",
         found=f"{error.asked}: {error.found}",
         why="so it can't be told whether that one is whole, and an older one would set it aside",

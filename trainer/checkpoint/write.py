@@ -31,7 +31,7 @@ from shardwright.checkpoint.lineage import (
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.staging import MOST, Files, Staging, copy_files, publish
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError, as_json, suppress_damage
+from shardwright.files.folder import Folder, StorageError, StorageRefusal, as_json, suppress_damage
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
 from shardwright.models.ops.partial_gradients import Tensors
@@ -96,7 +96,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
         self._copying: Future[None] = _OVER
         self._waiting: dict[int, int | None] = {}  # staged, not yet in `output` -> the best step when it was saved
-        self._problem = ""  # why a copy failed
+        self._problem = StorageError(asked="", found="", why="", instead="")  # of the last copy that failed
 
     def __exit__(self, *error: object) -> None:
         wait([self._writing])
@@ -191,9 +191,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         self._copying = self._copier.submit(self._copy_until, self.staging, newest)
         self._copied()
         if self._waiting:
-            raise StorageError(
+            raise type(self._problem)(
                 asked=f"to copy {folder_of(self.staging.place, newest)} to {self.output}",
-                found=self._problem,
+                found=f"{self._problem.asked}: {self._problem.found}",
                 why="the run ends, and its last checkpoint is in no folder but this host's own",
                 instead="the same command on the same hosts, with --resume_from_checkpoint latest: it copies it",
             )
@@ -218,7 +218,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
             except StorageError as other:
                 kept = f"nor can it be told which one is whole ({other.found})"
-            failed = StorageError(
+            failed = (type(error) if isinstance(error, StorageError) else StorageRefusal)(
                 asked=f"a checkpoint in {self.output}",
                 found=f"{error.asked}: {error.found}",
                 why=f"a run that can't be saved must not go on as if it were; {kept}",
@@ -268,7 +268,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             except TakenOver:
                 raise
             except StorageError as error:
-                self._problem = found = f"{error.asked}: {error.found}"
+                self._problem, found = error, f"{error.asked}: {error.found}"
                 self.notice(f"staging: {source} is not in {self.output} yet, and stays for another try: {found}")
                 return
             best = self._waiting.pop(step)

@@ -24,14 +24,28 @@ from typing import IO, Any
 
 import fsspec
 
-from shardwright.errors import TransientError, UserError
+from shardwright.errors import BUG, LOST, TransientError, UserError, exit_code_of
 
 TEMPORARY = ".tmp"  # suffix of a file that is being written
 ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
+# the numbers of errors that a disk gives again; ENOSPC and EDQUOT: no room
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_LASTING = (*_NO_ROOM, errno.EFBIG, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
+_LASTING_KINDS = (PermissionError, FileNotFoundError, FileExistsError)
+
+
 class StorageError(TransientError):
     """A file could not be read or written, because of the disk or the store."""
+
+    code = LOST
+
+
+class StorageRefusal(StorageError):
+    """A disk or a store refused, and would again: no permission, no such bucket, no room."""
+
+    code = UserError.code
 
 
 class Folder:
@@ -319,14 +333,22 @@ def errors(action: str, path: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each store's client raises its own types: no credentials, no network
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = isinstance(error, OSError) and error.errno in _NO_ROOM
         reach = "a path that can be reached from this machine"
-        raise StorageError(
+        raise (StorageRefusal if _lasts(error) else StorageError)(
             asked=f"{action} {path}",
             found=f"{type(error).__name__}: {error}",
             why="the disk or the store did not do it",
             instead="more room there, or another --output_dir" if full else reach,
         ) from error
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether a disk or a store would give the same error to the same command."""
+    if isinstance(error, _LASTING_KINDS) or exit_code_of(error) == BUG or "Credentials" in type(error).__name__:
+        return True
+    # gcsfs/retry.py raises a bare OSError for 403
+    return isinstance(error, OSError) and (error.errno in _LASTING or str(error).startswith("Forbidden"))
 
 
 @contextlib.contextmanager

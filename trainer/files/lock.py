@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError, UnwrittenFolder, as_json, errors
+from shardwright.files.folder import Folder, StorageError, StorageRefusal, UnwrittenFolder, as_json, errors
 from shardwright.report.lines import say
 
 LOCK = ".lock"
@@ -35,7 +35,7 @@ CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK  # neither write a link's target nor w
 NOT_OFFERED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}  # flock's errors on mounts without it
 
 
-class TakenOver(StorageError):
+class TakenOver(StorageRefusal):
     """Another run has the folder by now."""
 
 

@@ -6,13 +6,14 @@ from shardwright.launch.launch_plan import LaunchPlan, filled
 from shardwright.launch.request import Request
 from shardwright.launch.sent_code import sent_folders
 
-_ROOT = Path(__file__).resolve().parents[2]  # of a checkout
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
+NOT_SENT = {".git", "launch", "output", "tests", "docs"}  # folders in it that a job does not get
 _FILE = "runtime_env.yaml"
 
 
 def plan(request: Request) -> LaunchPlan:
     """The environment of the job's processes, and ``ray job submit`` (to RAY_API_SERVER_ADDRESS)."""
-    checkout = str(_ROOT) if (_ROOT / "pyproject.toml").is_file() else ""
+    checkout = str(ROOT) if (ROOT / "pyproject.toml").is_file() else ""
     hosts = ["python", "-m", "shardwright.launch.ray_hosts", "--topology", request.topology.name]
     hosts += ["--slices", str(request.topology.slices)]
     hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]

@@ -1,16 +1,22 @@
 """A launch request: where a run takes place, and its options, checked as far as possible without devices."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from shardwright.errors import UserError
 from shardwright.launch.slices import hosts
 from shardwright.xla.chips import Topology
 from shardwright.xla.program_cache import COMPILED
+
+if TYPE_CHECKING:
+    from shardwright.arguments.training import TrainingArguments
 
 STORES = ("gs", "s3")  # schemes of stores that every host reaches
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders local to a host
@@ -82,8 +88,10 @@ class Request:
         return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", COMPILED: compiled, **self.environment}
 
 
-def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
-    """Checks a run's options, by `scripts/train.py`'s own parser, and returns them with the output folder.
+def check_train(
+    words: Sequence[str], mount: Mount | None, *, container: bool
+) -> tuple[tuple[str, ...], TrainingArguments]:
+    """Checks a run's options, by `scripts/train.py`'s own parser, and returns them as words and read.
 
     ``--resume_from_checkpoint latest`` is added, so that a restart goes on from the newest checkpoint. In a
     ``container`` the run sees only its disk and mounts.
@@ -101,7 +109,7 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
         load_recipe(args.recipe)
     _check_shared(args.output_dir, mount, container)
     if args.resume_from_checkpoint is None:
-        return (*words, "--resume_from_checkpoint", "latest"), args.output_dir
+        return (*words, "--resume_from_checkpoint", "latest"), args
     if args.resume_from_checkpoint != "latest":
         raise UserError(
             asked=f"--resume_from_checkpoint {args.resume_from_checkpoint}",
@@ -109,7 +117,7 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
             why="each restart would go back to it, and lose what was learned since",
             instead="--resume_from_checkpoint latest, with that checkpoint copied into --output_dir",
         )
-    return tuple(words), args.output_dir
+    return tuple(words), args
 
 
 def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) -> None:
@@ -125,7 +133,7 @@ def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) 
         return
     elif container:
         found, why = f"{output_dir}, on the container's own disk", "that goes with the container"
-    elif not os.path.isabs(output_dir) or any(_inside(output_dir, own) for own in _OWN):
+    elif of_one_host(output_dir):
         found, why = f"{output_dir}, which each host has for itself", "a restart on another host would not find it"
     else:
         return
@@ -136,6 +144,12 @@ def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) 
         why=why,
         instead=f"--output_dir {bucket}" + (more if container else ", or a folder on a disk that all hosts mount"),
     )
+
+
+def of_one_host(path: str) -> bool:
+    """Whether each host has a folder of its own at ``path``."""
+    whole = os.path.expanduser(path)
+    return not os.path.isabs(whole) or any(_inside(whole, own) for own in _OWN)
 
 
 def _inside(path: str, folder: str) -> bool:

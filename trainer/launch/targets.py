@@ -8,8 +8,10 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan
+from shardwright.launch.layout_check import check_layout
+from shardwright.launch.local_inputs import check_inputs
 from shardwright.launch.request import Mount, Request, check_train
-from shardwright.launch.slices import as_large, generation
+from shardwright.launch.slices import as_large, generation, hosts
 from shardwright.report.escapes import escaped
 from shardwright.xla.chips import Topology, find_topology
 
@@ -62,10 +64,12 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             why="a TPU VM mounts none by itself",
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
-    words, output_dir = check_train(train, mount, container=bool(options.image))
+    words, args = check_train(train, mount, container=bool(options.image))
+    check_inputs(args, name, container=bool(options.image), mounted=mount.path if mount is not None else "")
+    check_layout(args, topology)
     same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
     given = {key: value for key, value in same.items() if value is not None}
-    return Request(**given | {"topology": topology, "train": words, "output_dir": output_dir, "mount": mount})
+    return Request(**given | {"topology": topology, "train": words, "output_dir": args.output_dir, "mount": mount})
 
 
 def _check_lines(words: Sequence[str]) -> None:
@@ -116,6 +120,10 @@ def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topo
             "asks for TPUs by their number, not by their shape",
         )
         instead = "xpk or jobset, or a slice of another size"
+    elif name in ("xpk", "jobset") and topology.slices > 1 and hosts(topology) == 1:
+        # docs.cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice: node pools of one host are not joined
+        found, why = "several slices of one host each", "joins slices of several hosts alone, as GKE does"
+        instead = "one larger slice, or slices of several hosts"
     elif target.one_slice and topology.slices > 1:
         found, why = "several slices", "does not tell a host which slice it belongs to"
         instead = "xpk, jobset or tpu-vm, or --slices 1"

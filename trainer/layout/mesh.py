@@ -13,6 +13,7 @@ SEQUENCE = "sequence"
 # the axis along which each device has a copy of the model, and rows of its own
 DATA = "data"
 _OFFERED = 3  # meshes in one message
+_MOST = 2**20  # devices, some times the largest cluster: how to lay out more would be tried for minutes
 
 
 @dataclass(frozen=True, init=False)
@@ -79,6 +80,9 @@ class Mesh:
         if devices < 1:
             why = "it counts devices"
             raise UserError(asked=f"--devices {devices}", found=f"{devices}", why=why, instead="--devices 8")
+        if devices > _MOST:
+            asked, found = f"{self} on {devices:,} devices", f"more than {_MOST:,}"
+            raise UserError(asked=asked, found=found, why="no cluster has so many", instead="fewer devices")
         fixed = math.prod(size for size in self.axes.values() if size != -1) * math.prod(self.dcn.values())
         has_rest = -1 in self.axes.values()
         if devices % fixed or (fixed != devices and not has_rest):

@@ -182,11 +182,25 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     if name in known:
         return replace(known[name], slices=slices)
     generation = name.partition(":")[0]
+    meant = _of_size(name, known.values()) or did_you_mean(name, known)
     # of another generation, up to 512 chips
     shown = [n for n in known if n.startswith(f"{generation}:")] or [n for n, t in known.items() if t.devices <= 512]
     raise UserError(
         asked=f"topology {name}",
         found="no slice of that name" if generation in CHIPS else f"no TPU generation {generation!r}",
         why="libtpu compiles for the links and chips of a real slice",
-        instead=did_you_mean(name, known) + "one of: " + ", ".join(shown),
+        instead=meant + "one of: " + ", ".join(shown),
     )
+
+
+def _of_size(name: str, known: Iterable[Topology]) -> str:
+    """``did you mean`` with the slices of a cloud's accelerator type, such as ``v5p-32``; empty where it is none.
+
+    Its number counts TensorCores of the generations with a torus of three dimensions, and chips of the others.
+    """
+    if not (found := re.fullmatch(r"(v\w+|tpu7x)-(\d+)", name)):
+        return ""
+    kind = "v5e" if found[1].startswith("v5lite") else found[1]
+    sizes = (t for t in known if t.chip.name == kind)
+    names = [t.name for t in sizes if math.prod(t.shape) * (2 if len(t.shape) == 3 else 1) == int(found[2])]
+    return f"{name} is {' or '.join(names)}; " if names else ""

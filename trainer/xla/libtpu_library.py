@@ -29,6 +29,14 @@ def find_library(asked: str | None = None) -> Library:
         UserError: there is none.
     """
     if asked is None:
+        given = os.environ.get("TPU_LIBRARY_PATH")
+        if given and not os.path.exists(given):
+            raise UserError(
+                asked=f"TPU_LIBRARY_PATH={given}",
+                found="no such file",
+                why="a TPU run loads that one, and another compiler would tell of other numbers",
+                instead="the path of a libtpu.so; or unset TPU_LIBRARY_PATH, for the one that is installed",
+            )
         if (found := installed()) is None:
             raise UserError(
                 asked="compiling for a TPU",
@@ -51,13 +59,16 @@ def find_library(asked: str | None = None) -> Library:
     here = installed()
     if here is not None and here.version == asked:
         return here
-    if re.fullmatch(r"\d+(\.\w+)+", asked) and (found := _in_folder(folder)) is not None:
+    of_version = re.fullmatch(r"\d+(\.\w+)+", asked)
+    if of_version and (found := _in_folder(folder)) is not None:
         return found
     raise UserError(
         asked=f"--libtpu {asked}",
-        found=f"no file or folder of that name, and no such version in {folder.parent}",
+        found="no file or folder of that name" + f", and no such version in {folder.parent}" * bool(of_version),
         why=f"the one installed here is {here.version if here else 'none'}",
-        instead=f"pip install --no-deps --target {folder} libtpu=={asked}",
+        instead=f"pip install --no-deps --target {folder} libtpu=={asked}"
+        if of_version
+        else "a version, such as 0.0.52, or the path of a libtpu.so",
     )
 
 

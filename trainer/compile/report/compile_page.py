@@ -35,7 +35,9 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         memory=[(name, part, size(part)) for name, part in summary.memory_parts(report)],
         values_header=VALUES_HEADER,
         values=value_rows(report.values),
-        shares=[(cause, s, f"{s:,.3f} s ({s / whole:.1%})") for cause, s in summary.share_rows(report)],
+        shares=[
+            (cause, s, f"{s:{summary.digits(whole)}} s ({s / whole:.1%})") for cause, s in summary.share_rows(report)
+        ],
         roofs=[(summary.ROOFS[name], s, f"{s:,.4f} s") for name, s in report.roofline.times.items()],
         axes=[(axis, sent, size(sent)) for axis, sent in sorted(axes.items(), key=lambda item: -item[1])],
         efficiencies=_efficiencies(report.topology.partition(":")[0], set_by_user),

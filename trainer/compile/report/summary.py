@@ -36,12 +36,18 @@ def verdict(report: CompileReport) -> str:
     return f"{word}: {used}" + ("" if largest is report.graphs[0] else f", for the {largest.graph}")
 
 
+def digits(seconds: float) -> str:
+    """The form of a step's seconds; a small model's steps take less than a thousandth."""
+    return ",.3f" if seconds >= 0.1 else ".6f"
+
+
 def estimate_line(report: CompileReport) -> str:
     """The step's estimated time; empty if it was not compiled."""
     found = report.estimate
     if not found.seconds:
         return ""
-    parts = [f"Estimated: {ranged(found.seconds, (found.fastest, found.slowest), ',.3f')} s a step"]
+    ends = (found.fastest, found.slowest)
+    parts = [f"Estimated: {ranged(found.seconds, ends, digits(found.seconds))} s a step"]
     if found.tokens_per_second is not None:
         parts.append(f"{ranged(found.tokens_per_second, found.rates())} tokens/s a chip")
     if found.mfu is not None:
@@ -99,7 +105,7 @@ def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
         ("compiled in", f"{report.compile_seconds:,.0f} s of CPU, {report.wall_seconds:,.0f} s on the clock{by}"),
         ("FLOPs", f"{report.flops:.3e}"),
         ("sent by a chip", f"{size(report.wire_bytes)}, {exposed}"),
-        ("step takes at least", f"{roof.seconds:,.3f} s, bound by {roof.bound} (estimate)"),
+        ("step takes at least", f"{roof.seconds:{digits(roof.seconds)}} s, bound by {roof.bound} (estimate)"),
     ]
     if report.kernels:
         names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
