@@ -185,6 +185,8 @@ def test_a_run_of_what_python_holds_goes_on_from_its_newest_checkpoint_to_the_en
     assert done.global_step == trainer.state.max_steps == runs["given"].state.global_step > 2
     steps = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     assert steps == list(range(1, done.global_step + 1))
+    compiles = [entry["compiles"] for entry in trainer.state.log_history if "compiles" in entry]
+    assert compiles[-1] == 1, "those of the run, not of the process, which has trained twice before"
     losses, others = (
         [entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (trainer, runs["given"])
     )

@@ -47,7 +47,7 @@ from shardwright.monitoring.run_page import LIVES, PAGE
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
 from shardwright.report.units import mesh_text
-from shardwright.step import auto_remat, train_step
+from shardwright.step import auto_remat, compile_guard, train_step
 from shardwright.weights import mtp
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading, reopen_hub_weights
@@ -130,6 +130,8 @@ class Start:
         """Open devices, data and weights, and the loop on them."""
         started, console, back = time.perf_counter(), self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
+        if back is None:
+            compile_guard.begin_run()
         _say_what_runs(self.job, resume, console)
         say(console, f"weights: {self.weights_said(resume)}")
         hub = self.source if isinstance(self.source, HubWeights) else None
