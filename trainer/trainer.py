@@ -116,7 +116,7 @@ class Trainer(Outputs):
         self.hub_model_id, self._hub = hub_options(args)
         taken, given = translated(self._arguments(args), asked)
         self.args, self._given = resolve(taken, **given)
-        if class_of(args) is not None and not hasattr(args, "max_length"):
+        if class_of(args) is not None and getattr(args, "max_length", None) is None:
             self.args = with_longest(self.args, self._given.train)
         self._asked = asked
         self.console, self._callbacks = console or Terminal(), list(callbacks or ())
