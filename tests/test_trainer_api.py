@@ -21,7 +21,7 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from shardwright import Trainer, TrainingArguments, UserError
+from shardwright import Mesh, Recipe, Shard, Trainer, TrainingArguments, UserError
 from shardwright.arguments.training import Settings
 from shardwright.inputs import resolve
 from shardwright.layout.load_recipe import load_recipe
@@ -307,6 +307,19 @@ class Parts(torch.utils.data.Dataset):
 def test_what_is_of_another_kind_is_refused_by_the_arguments_name(given, words):
     with pytest.raises(UserError, match=words):
         resolve(given.pop("args", None), **given)
+
+
+@pytest.mark.parametrize("callbacks", [transformers.EarlyStoppingCallback(2), [transformers.EarlyStoppingCallback, 3]])
+def test_callbacks_are_a_list_of_transformers_callbacks(callbacks):
+    with pytest.raises(UserError, match=r"callbacks=(.|\n)*a list of callbacks"):
+        Trainer(args=TrainingArguments(recipe="llama_fsdp"), callbacks=callbacks)
+
+
+def test_a_recipe_without_a_name_is_named_in_messages(tmp_path):
+    recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={"*": {"fsdp": Shard(0)}})
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), sequence_length=LENGTH)
+    with pytest.raises(UserError, match=r"^recipe given: line '\*'"):
+        Trainer(llama().config, args, recipe=recipe, processing_class=byte_tokenizer()).train()
 
 
 class Scaled(transformers.LlamaForCausalLM):
