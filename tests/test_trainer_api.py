@@ -269,6 +269,14 @@ def test_sets_of_one_name_or_of_nothing_are_refused(text):
         TrainingArguments(eval_dataset=text)
 
 
+def test_held_out_files_without_names_are_refused_with_names_for_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).touch()
+    with pytest.raises(UserError, match=r"--eval_dataset set1=a\.jsonl,set2=b\.jsonl"):
+        TrainingArguments(eval_dataset="a.jsonl,b.jsonl")
+
+
 def test_greater_is_better_follows_from_the_metrics_name():
     names = {"eval_loss": False, "eval_chat_perplexity": False, "accuracy": True, "eval_top5": True}
     for name, greater in names.items():
