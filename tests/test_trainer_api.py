@@ -21,7 +21,7 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from shardwright import Trainer, TrainingArguments, UserError
+from shardwright import Mesh, Recipe, Shard, Trainer, TrainingArguments, UserError
 from shardwright.arguments.training import Settings
 from shardwright.inputs import resolve
 from shardwright.layout.load_recipe import load_recipe
@@ -271,6 +271,14 @@ def test_sets_of_one_name_or_of_nothing_are_refused(text):
         TrainingArguments(eval_dataset=text)
 
 
+def test_held_out_files_without_names_are_refused_with_names_for_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).touch()
+    with pytest.raises(UserError, match=r"--eval_dataset set1=a\.jsonl,set2=b\.jsonl"):
+        TrainingArguments(eval_dataset="a.jsonl,b.jsonl")
+
+
 def test_greater_is_better_follows_from_the_metrics_name():
     names = {"eval_loss": False, "eval_chat_perplexity": False, "accuracy": True, "eval_top5": True}
     for name, greater in names.items():
@@ -309,6 +317,19 @@ class Parts(torch.utils.data.Dataset):
 def test_what_is_of_another_kind_is_refused_by_the_arguments_name(given, words):
     with pytest.raises(UserError, match=words):
         resolve(given.pop("args", None), **given)
+
+
+@pytest.mark.parametrize("callbacks", [transformers.EarlyStoppingCallback(2), [transformers.EarlyStoppingCallback, 3]])
+def test_callbacks_are_a_list_of_transformers_callbacks(callbacks):
+    with pytest.raises(UserError, match=r"callbacks=(.|\n)*a list of callbacks"):
+        Trainer(args=TrainingArguments(recipe="llama_fsdp"), callbacks=callbacks)
+
+
+def test_a_recipe_without_a_name_is_named_in_messages(tmp_path):
+    recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={"*": {"fsdp": Shard(0)}})
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), sequence_length=LENGTH)
+    with pytest.raises(UserError, match=r"^recipe given: line '\*'"):
+        Trainer(llama().config, args, recipe=recipe, processing_class=byte_tokenizer()).train()
 
 
 class Scaled(transformers.LlamaForCausalLM):

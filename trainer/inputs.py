@@ -121,7 +121,8 @@ def resolve(
         _check_kind(name, function, Callable, "a function")
     _resolve_model(model, options, given)
     if isinstance(recipe, Recipe):
-        options["recipe"], given["recipe"] = recipe.name or "given", recipe
+        given["recipe"] = recipe if recipe.name else replace(recipe, name="given")
+        options["recipe"] = given["recipe"].name
     elif recipe is not None:
         _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a shardwright.Recipe")
         options["recipe"] = os.fspath(recipe)
@@ -218,6 +219,17 @@ def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: di
         said = {name: _described(each) for name, each in sets.items()}
         options["eval_dataset"] = ",".join(f"{name}={text}" if name else text for name, text in said.items())
         given["evaluated"] = sets
+
+
+def check_callbacks(callbacks: Any) -> list[Any]:
+    """``callbacks`` as a list; UserError unless they are a list of transformers' callbacks or of their classes."""
+    wanted = "a list of callbacks of transformers: [EarlyStoppingCallback(2)]"
+    if callbacks is not None and not isinstance(callbacks, Sequence):
+        raise of_another_kind("callbacks", callbacks, wanted)
+    for each in callbacks or ():
+        if not (isinstance(each, TrainerCallback) or (isinstance(each, type) and issubclass(each, TrainerCallback))):
+            raise of_another_kind("callbacks", each, wanted)
+    return list(callbacks or ())
 
 
 def named_sets(what: str, asked: Any) -> dict[str, Any]:

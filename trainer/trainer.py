@@ -30,7 +30,7 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.data.samples.collator import Collator, collated
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import lasting_output
-from shardwright.inputs import Records, TrainerCallbacks, check_records, named_sets, resolve
+from shardwright.inputs import Records, TrainerCallbacks, check_callbacks, check_records, named_sets, resolve
 from shardwright.layout.recipe import Recipe
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import targets
@@ -116,10 +116,10 @@ class Trainer(Outputs):
         self.hub_model_id, self._hub = hub_options(args)
         taken, given = translated(self._arguments(args), asked)
         self.args, self._given = resolve(taken, **given)
-        if class_of(args) is not None and not hasattr(args, "max_length"):
+        if class_of(args) is not None and getattr(args, "max_length", None) is None:
             self.args = with_longest(self.args, self._given.train)
         self._asked = asked
-        self.console, self._callbacks = console or Terminal(), list(callbacks or ())
+        self.console, self._callbacks = console or Terminal(), check_callbacks(callbacks)
         self._start: Start | None = None
         self._loop: TrainingLoop | None = None
 
@@ -236,7 +236,8 @@ class Trainer(Outputs):
                     asked="train() once more",
                     found=f"this trainer has trained to step {self._loop.state.global_step}",
                     why="a run has one output folder, one learning rate schedule and one log",
-                    instead="train(resume_from_checkpoint=True) to go on with a larger max_steps, or another Trainer",
+                    instead="another Trainer; or, to go on, trainer.args = replace(trainer.args, max_steps=…) and "
+                    "train(resume_from_checkpoint=True); `replace` is that of dataclasses",
                 )
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
         with start.claimed():
@@ -287,7 +288,7 @@ class Trainer(Outputs):
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Tell ``callback``, an instance or its class, of the events that follow."""
-        self._callbacks.append(callback)
+        self._callbacks += check_callbacks([callback])
         if self._loop is not None:
             self._loop.callbacks.add_callback(callback)
 

@@ -239,7 +239,7 @@ def _sections(doc: str) -> str:
     for line in doc.splitlines():
         if re.fullmatch(r"(Args|Raises|Returns|Yields|Attributes):", line):
             lines += [f"{line[:-1]}:", ""]
-        elif entry := re.match(r"    ([\w*, ]+): (.*)", line):
+        elif entry := re.match(r"    ([\w*][\w*, ]*): (.*)", line):
             lines.append(f"- `{entry[1]}`: {entry[2]}")
         elif line.startswith("        "):
             lines.append("  " + line.strip())

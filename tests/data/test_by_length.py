@@ -20,6 +20,7 @@ from shardwright.data.rows.mixture import MixedRows
 from shardwright.data.rows.rows import Rows
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
+from shardwright.evaluation.column_rows import ColumnRows
 from shardwright.models.ops.labels import IGNORE
 from tests.data.test_fitting import TOKENIZER
 from tests.support.chats import write_records
@@ -62,6 +63,33 @@ def test_each_row_comes_once_an_epoch_in_batches_of_a_few_lengths(tmp_path: Path
     lengths = [batch["input_ids"].shape[1] for batch in found]
     assert np.mean(lengths) < 40, "in random order nearly every batch would hold a long row"
     assert len(list(itertools.groupby(lengths))) > len(lengths) / 4, "short and long come in turn"
+
+
+def test_an_order_goes_on_before_the_column_beside_the_rows_is_known(tmp_path: Path) -> None:
+    """As that of DPO, whose reference is read once a resumed run has its place in the data."""
+    stored: Any = rows_of(tmp_path, 100)
+
+    def batches() -> tuple[TrainingBatches, ColumnRows]:
+        rows = ColumnRows(stored, "reference")
+        return TrainingBatches(rows, 4, seed=0, lengths=LENGTHS), rows
+
+    whole, rows = batches()
+    rows.values = np.arange(len(rows), dtype=np.float32)[:, None]
+    expected = list(itertools.islice(whole, 3))[2]
+    again, rows = batches()
+    again.load_state_dict(json.loads(json.dumps(cursor_after(batches, 2))))
+    rows.values = np.arange(len(rows), dtype=np.float32)[:, None]
+    for name, values in next(again).items():
+        assert (values == expected[name]).all(), name
+
+
+def cursor_after(batches: Any, count: int) -> dict[str, Any]:
+    """The place in the data after so many batches."""
+    made, rows = batches()
+    rows.values = np.zeros((len(rows), 1), np.float32)
+    for _ in range(count):
+        next(made)
+    return made.state_dict()
 
 
 def test_no_token_that_counts_is_cut_off(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def test_a_line_is_a_prompt_unless_the_first_is_json(tmp_path):
         '{"prompt": [{"role": "user", "content": "Hello"}]}'
     )
     assert read_prompts(str(file)) == ["Once", HELLO, HELLO]
+    file.write_text('{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}\n')
+    assert read_prompts(str(file)) == [HELLO], "the answer is what is asked for"
     file.write_bytes('\ufeff{"prompt": "On\u2028ce"}\r\n{"prompt": "\x85"}'.encode())
     assert read_prompts(str(file)) == ["On\u2028ce", "\x85"]
 

@@ -14,15 +14,17 @@ from tests.support.texts import write_jsonl
 SCRIPT = """
 import os, sys
 from pathlib import Path
-import torch_xla
+import torch, torch_xla
 from shardwright import Job, TrainingArguments, TrainingLoop, UserError
 from shardwright.data.corpus import DataOptions, load_corpus
 
 folder = Path(sys.argv[1])
 
-def case(opened, devices):
-    if opened:
+def case(before, devices):
+    if before == "open":
         torch_xla._XLAC._xla_get_runtime_devices()
+    if before == "backward":
+        torch.ones(1, requires_grad=True).sum().backward()
     args = TrainingArguments(recipe="llama_fsdp", model=str(folder / "config.json"), sequence_length=32)
     job = Job.resolve(args, lambda: devices)
     corpus = load_corpus(DataOptions(str(folder / "texts.jsonl"), 32), None, 300, folder / "cache")
@@ -31,10 +33,10 @@ def case(opened, devices):
     except UserError as error:
         return f"{error.asked}: {error.found}"
 
-for opened, devices in ((False, 8), (True, 8), (False, 1)):
+for before, devices in (("", 8), ("open", 8), ("", 1), ("backward", 8)):
     sys.stdout.flush()
     if os.fork() == 0:
-        print(case(opened, devices), flush=True)
+        print(case(before, devices), flush=True)
         os._exit(0)
     os.wait()
 """
@@ -64,6 +66,10 @@ def test_devices_that_another_library_opened_before_are_refused_if_they_are_fewe
 
 def test_a_job_for_another_number_of_devices_is_refused(outcomes: list[str]) -> None:
     assert outcomes[2] == "a job for 1 devices: this process has 8"
+
+
+def test_a_backward_that_came_before_the_devices_is_an_error_that_says_so(outcomes: list[str]) -> None:
+    assert outcomes[3].startswith("to compute gradients on the devices: a backward() of this process before they were")
 
 
 ABORTED = """

@@ -95,6 +95,16 @@ class DataArguments(Checked):
         self.at_least(1, "a window of a stream holds a row at least", "shuffle_rows", instead=2048)
         self.at_least(2, "a row needs a token and its target", "sequence_length", instead=256)
         self.at_least(1, "nothing would be left to train on", "max_samples", instead=1000)
+        text = self.eval_sets.get("", "")
+        parts = text.split(",")
+        whole, *each = [os.path.exists(os.path.expanduser(path)) for path in (text, *parts)]
+        if len(parts) > 1 and not whole and all(each):
+            raise UserError(
+                asked=f"--eval_dataset {self.eval_dataset}",
+                found=f"{len(parts)} files without names",
+                why="each set is logged under its own name",
+                instead=f"--eval_dataset {','.join(f'set{i}={part}' for i, part in enumerate(parts, 1))}",
+            )
         names = _SET.findall(self.eval_dataset or "") if "" not in self.eval_sets else []
         if len(set(names)) < len(names) or not all(self.eval_sets.values()):
             raise UserError(

@@ -16,7 +16,6 @@ _CLASSES: dict[str, tuple[str, str | None]] = {
     "DPOConfig": ("trl dpo", "dpo"),
     "KTOConfig": ("trl kto", "kto"),
     "RewardConfig": ("trl reward", "reward"),
-    "GRPOConfig": ("trl grpo", None),
     "TrainingArguments": ("transformers", None),
 }
 # what decides which numbers come out, and has another default here: it counts even where it is not set
@@ -24,11 +23,14 @@ _DECIDES = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", 
 
 
 def class_of(args: Any) -> str | None:
-    """The class of transformers' or trl's arguments that ``args`` are, or a subclass of; None: they are none."""
+    """The class of transformers' or trl's arguments that ``args`` are, or a subclass of; None: of none that is here."""
     if isinstance(args, TrainingArguments) or not is_dataclass(args):
         return None
     made: Any = type(args)
-    kinds = [each.__name__ for each in made.__mro__ if each.__module__.partition(".")[0] in ("trl", "transformers")]
+    theirs = [each for each in made.__mro__ if each.__module__.partition(".")[0] in ("trl", "transformers")]
+    if theirs and theirs[0].__module__.startswith("trl.") and theirs[0].__name__ not in _CLASSES:
+        return None  # of a training of its own, such as GRPOConfig and GKDConfig, whatever they are subclasses of
+    kinds = [each.__name__ for each in theirs]
     return next((name for name in _CLASSES if name in kinds), None)
 
 
@@ -43,7 +45,10 @@ def arguments_like(args: Any, **more: Any) -> TrainingArguments:
     """
     name = class_of(args)
     if name is None:
-        wanted = "shardwright.TrainingArguments(…), transformers' TrainingArguments or one of trl's"
+        wanted = (
+            "shardwright.TrainingArguments(objective=…), transformers' TrainingArguments, or trl's SFTConfig, "
+            "DPOConfig, KTOConfig or RewardConfig; docs/objectives.md lists what can be learned"
+        )
         raise of_another_kind("args", args, wanted)
     program, objective = _CLASSES[name]
     plain = _plain(args)
@@ -56,7 +61,8 @@ def arguments_like(args: Any, **more: Any) -> TrainingArguments:
         given.pop("num_train_epochs", None)
     known = {each.name for each in fields(TrainingArguments)}
     found = translated(given.items(), known, lambda each: find(each, program))
-    options = {"objective": objective} if objective else {}
+    # trl packs texts alone: of answers each record is a row of its own, and a batch has so many
+    options = {"objective": objective, "packing": False} if objective else {}
     return TrainingArguments(**{**options, **options_of(found, type(args).__name__), **more})
 
 

@@ -212,7 +212,10 @@ class Settings(TrainingArguments):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_resolved" in self.__dict__:
-            raise FrozenInstanceError(f"cannot assign to {name!r}: a run's settings stay as they are")
+            raise FrozenInstanceError(
+                f"cannot assign to {name!r}: a run's settings stay as they are; for other ones, another Trainer, or "
+                f"trainer.args = dataclasses.replace(trainer.args, {name}=…)"
+            )
         super().__setattr__(name, value)
 
     @classmethod

@@ -17,7 +17,7 @@ class ColumnRows(StoredRows):
     """Stored rows with one more ``column``; their fingerprint leaves it out.
 
     Attributes:
-        values: that column, float32 [rows, ...]; None until it is known.
+        values: that column, float32 [rows, ...]; None until it is known, and till then rows are read without it.
     """
 
     def __init__(self, rows: StoredRows, column: str) -> None:
@@ -30,8 +30,9 @@ class ColumnRows(StoredRows):
         return self.plain.fingerprint
 
     def read(self, numbers: np.ndarray) -> Columns:
-        assert self.values is not None, f"the column {self.column} is not known yet"
         columns = super().read(numbers)
+        if self.values is None:  # of a run that goes on, rows are ordered by their lengths before it is known
+            return columns
         return {**columns, self.column: self._column(self.values, numbers, columns)}
 
     def _column(self, values: np.ndarray, numbers: np.ndarray, columns: Columns) -> np.ndarray:

@@ -38,10 +38,11 @@ def init_runtime() -> str:
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of devices that are open already; the
-            devices cannot be opened; or the job's hosts did not come together.
+            devices cannot be opened; torch counted none before; or the job's hosts did not come together.
     """
     kind = _prepare()
     count = _open(kind)
+    _check_autograd()
     if kind == cuda.KIND:
         return f"{count} NVIDIA GPU{'s' * (count > 1)}"
     if kind != "CPU":
@@ -187,6 +188,22 @@ def _open(kind: str) -> int:
     if (processes := xr.process_count()) > 1:
         connect(xr.process_index(), processes, *meeting_place(os.environ))
     return count
+
+
+def _check_autograd() -> None:
+    """Raises UserError if a backward came before the devices: torch counts them at a process's first, once for all."""
+    try:
+        torch.ones((), device=torch_xla.device(), requires_grad=True).backward()
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):  # torch/csrc/autograd/engine.cpp, torch 2.9
+            raise
+        raise UserError(
+            asked="to compute gradients on the devices",
+            found="a backward() of this process before they were opened, as of another trainer or a loop of your own",
+            why="torch counts the devices at a process's first backward, and found none",
+            instead="a new process (a notebook's kernel, restarted); to have both in one, at its top "
+            "from shardwright.xla.runtime import init_runtime; init_runtime()",
+        ) from None
 
 
 _FITTED: list[Any] = []  # the plugin's table, and functions in it, which must live as long as they can be called

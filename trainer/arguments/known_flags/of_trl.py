@@ -62,6 +62,13 @@ CUT = missing(
         "keep_end left": sets(overflow="truncate_left"),
     },
 )
+NOT_CUT = sets("a sample longer than --sequence_length is an error", overflow="error")
+BOTH_ANSWERS = ours(
+    "sequence_length",
+    "twice as long, for two answers share a row",
+    lambda tokens: 2 * int(tokens),
+    at={"none": NOT_CUT},
+)
 
 COMMON: Cells = {
     "model_init_kwargs": ("a model is built from its config", "--model, --revision, --bf16, --compute attention=…"),
@@ -71,7 +78,8 @@ COMMON: Cells = {
         "--compute router_loss=true, which adds that loss",
     ),
     "dataset_num_proc": LOADER,
-    **renamed(max_length="sequence_length", chat_template_path="chat_template"),
+    "max_length": ours("sequence_length", at={"none": NOT_CUT}),
+    **renamed(chat_template_path="chat_template"),
     "pad_to_multiple_of": ROWS,
     "activation_offloading": OFFLOAD,
     "pad_token": "padding is never learned",
@@ -99,7 +107,10 @@ SFT: Cells = {
     "truncation_mode": CUT,
     "shuffle_dataset": SHUFFLED,
     **same("packing"),
-    "packing_strategy": "rows are packed by best fit",
+    "packing_strategy": unneeded(
+        "rows are packed by best fit",
+        at={"bfd_split wrapped": sets("what does not fit into a row goes on in another", overflow="split")},
+    ),
     "padding_free": ROWS,
     "eval_packing": "--packing alone says whether samples share rows",
     "completion_only_loss": unneeded(
@@ -121,6 +132,7 @@ SFT: Cells = {
 
 DPO: Cells = {
     **COMMON,
+    "max_length": BOTH_ANSWERS,
     **_OF_REFERENCE,
     **same("beta label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau"),
     "truncation_mode": CUT,
@@ -142,12 +154,13 @@ DPO: Cells = {
 
 KTO: Cells = {
     **COMMON,
+    "max_length": BOTH_ANSWERS,
     **_OF_REFERENCE,
     **same("beta desirable_weight undesirable_weight"),
     "loss_type": ours("loss_type", at={"kto": "it is the loss of --objective kto"}),
 }
 
-REWARD: Cells = {**COMMON, **same("center_rewards_coefficient")}
+REWARD: Cells = {**COMMON, "max_length": BOTH_ANSWERS, **same("center_rewards_coefficient")}
 
 GRPO: Cells = {
     **COMMON,

@@ -94,7 +94,8 @@ def _outcome(name: str, value: Any, look: Look, known: Collection[str]) -> Outco
         entry, setting = look(name[3:]), False
     if entry is None:
         return Outcome(name, value, NO_OPTION, "")
-    at = NOTHING if name not in known and setting in (None, "") else entry.of(setting)
+    unset = name not in known and setting in (None, "") and word(setting) not in entry.at
+    at = NOTHING if unset else entry.of(setting)
     names = {at.name, *at.options, *at.fill} - {""} if at.kind == OURS else set()
     if not names <= set(known):
         unknown = ", ".join(f"--{each}" for each in sorted(names - set(known)))

@@ -17,6 +17,8 @@ Prompt = str | list[dict[str, Any]]
 def read_prompts(path: str) -> list[Prompt]:
     """The prompts in a file: one a line, or JSON-lines, if the first line is an object, with `prompt` or `messages`.
 
+    An answer that ends a conversation is left out: it is what is asked for.
+
     Raises UserError if there is no such file, it has no prompts or too many, or a line is of neither kind.
     """
     try:
@@ -41,7 +43,8 @@ def _record(path: str, number: int, line: str) -> Prompt:
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
-        return messages
+        answered = messages[-1]["role"] == "assistant" and len(messages) > 1  # a record to learn from, as it is
+        return messages[:-1] if answered else messages
     raise _refused(path, f"line {number} has neither a `prompt` nor `messages`: {line[:80]}")
 
 
