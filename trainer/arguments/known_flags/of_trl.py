@@ -84,7 +84,7 @@ COMMON: Cells = {
     "activation_offloading": OFFLOAD,
     "pad_token": "padding is never learned",
     "eos_token": ("texts end with the tokenizer's own token", "--tokenizer, a folder whose token it is"),
-    "disable_dropout": "dropout is what --lora_dropout (trl has it off here) and the model's config say, none since Llama",
+    "disable_dropout": "dropout is what --lora_dropout (off in trl here) and the config say, none since Llama",
 }
 
 # the `datasets` of a YAML file: a mixture, each by its place and its share
