@@ -58,6 +58,7 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "a model without a causal-LM head": ({"model": "t5.json"}, "without a causal-LM head"),
     "sizes that no model has": ({"model": "odd.json"}, "transformers cannot build a model"),
     "layers without end": ({"model": "endless.json"}, "1,000 layers are the most"),
+    "an architecture that is no name": ({"model": "numbered.json"}, "architectures is 7; it is a list of names"),
     "a head without end": ({"model": "broad.json"}, "head_dim is 134217728; 1,048,576 is the widest"),
     "experts that are not there": ({"compute": "experts=capacity"}, "has no experts"),
     "experts that nothing runs": (
@@ -171,6 +172,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "blt.json": json.dumps(tiny_config("blt").to_dict()),
         "odd.json": config("llama", hidden_act="nothing"),
         "broad.json": config("llama", head_dim=2**27),
+        "numbered.json": config("llama", architectures=7),
         "endless.json": config("llama", num_hidden_layers=10**18),
         "mixtral.json": config("mixtral", num_local_experts=4, num_experts_per_tok=2),
         "dynamic.json": config("llama", max_position_embeddings=1024, rope_scaling={"type": "dynamic", "factor": 2.0}),

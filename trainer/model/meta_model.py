@@ -108,7 +108,7 @@ def _config_at(model: str) -> PretrainedConfig:
     if model.endswith(".gguf"):  # it holds its config, which transformers reads through the package gguf
         repository, how = str(Path(model).parent), {"gguf_file": Path(model).name}
     values = PretrainedConfig.get_config_dict(repository, **how)[0]
-    _check_sizes(values)
+    _check_values(values)
     if values.get("model_type", "llama") not in CONFIG_MAPPING:
         raise _unknown_type(model, values)
     config = AutoConfig.from_pretrained(repository, trust_remote_code=False, **how)
@@ -144,23 +144,26 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of these values, ``model_type`` among them; raises ValueError for absurd sizes, as `_check_sizes` has.
+    """The config of these values, ``model_type`` among them; raises ValueError for absurd sizes, as `_check_values` has.
 
     transformers raises errors of many types where it refuses a value.
     """
-    _check_sizes(values)
+    _check_values(values)
     return AutoConfig.for_model(**values)
 
 
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for sizes that would fill the host's memory even on meta.
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for sizes that would fill the host's memory even on meta, and for no list of class names.
 
     Some configs make a list with an entry for each layer, and RoPE's frequencies are real values as wide as a head.
     """
+    classes = values.get("architectures") or []
+    if not isinstance(classes, str | list) or not all(isinstance(each, str) for each in classes):
+        raise ValueError(f"architectures is {str(classes)[:40]}; it is a list of names")
     layers = r"^n(um)?_\w*layer|layers?$"  # such as num_layers_per_stack, and not vocab_size_per_layer_input
     for name, value in values.items():
         if isinstance(value, Mapping):
-            _check_sizes(value)
+            _check_values(value)
         elif re.search(layers, str(name)) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
         elif str(name).endswith("dim") and isinstance(value, int) and value > MOST_WIDE:
