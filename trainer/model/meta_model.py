@@ -144,7 +144,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of these values, ``model_type`` among them; raises ValueError for absurd sizes, as `_check_values` has.
+    """The config of these values, ``model_type`` among them; raises ValueError as `_check_values` does.
 
     transformers raises errors of many types where it refuses a value.
     """
