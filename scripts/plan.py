@@ -29,6 +29,8 @@ from shardwright.xla.light_imports import uncollected
 if TYPE_CHECKING:
     from shardwright.layout.auto import AutoRecipe
     from shardwright.layout.plan import ShardingPlan
+    from shardwright.layout.recipe import Recipe
+    from shardwright.model.facts import ModelFacts
 
 AUTO = "auto"
 # options of a run that change what a device holds, and those of its length
@@ -62,30 +64,18 @@ def main() -> None:
 
     import transformers
 
-    from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.copies import fitted
-    from shardwright.layout.load_recipe import load_recipe
     from shardwright.layout.plan_page import plan_page
     from shardwright.layout.plan_table import print_plan
     from shardwright.layout.plan_warnings import plan_warnings
-    from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import lora_of, plan_of
-    from shardwright.model.meta_model import load_config
     from shardwright.model.model_checks import check_model
     from shardwright.report.lines import Terminal, say, waiting
 
     transformers.logging.set_verbosity_error()  # of models that are tried small
     if arguments.write is not None:
         _check_made(arguments.write, arguments.recipe)
-    made = None
-    if arguments.recipe == AUTO:
-        facts = facts_of(load_config(arguments.model, UNMADE), arguments.train_mtp)
-        made = auto_recipe(facts.model, facts.experts, arguments.mesh, arguments.devices)
-        recipe = made.recipe
-    else:
-        recipe = load_recipe(arguments.recipe)
-        recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
-        facts = facts_of(load_config(arguments.model, recipe), arguments.train_mtp)
+    recipe, facts, made = _asked(arguments)
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
     options["train_mtp"] = arguments.train_mtp
     # a length in epochs leaves the schedule open; with steps it is tried, for which transformers imports peft
@@ -113,6 +103,22 @@ def main() -> None:
         say(Terminal(stderr=arguments.json), f"\npage: {arguments.html}")
     if made is not None and arguments.write is not None:
         _write(made, plan, facts.kind, arguments)
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Recipe, ModelFacts, AutoRecipe | None]:
+    """The recipe, what it is planned for, and how ``auto`` made it, if it did."""
+    from shardwright.layout.auto import UNMADE, auto_recipe
+    from shardwright.layout.load_recipe import load_recipe
+    from shardwright.model.facts import facts_of
+    from shardwright.model.meta_model import load_config
+
+    if arguments.recipe == AUTO:
+        facts = facts_of(load_config(arguments.model, UNMADE), arguments.train_mtp)
+        made = auto_recipe(facts.model, facts.experts, arguments.mesh, arguments.devices)
+        return made.recipe, facts, made
+    recipe = load_recipe(arguments.recipe)
+    recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
+    return recipe, facts_of(load_config(arguments.model, recipe), arguments.train_mtp), None
 
 
 def _check_made(path: str, recipe: str) -> None:
