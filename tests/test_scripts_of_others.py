@@ -130,7 +130,8 @@ def test_trls_script_trains_and_saves_where_it_says(name, folder):
     assert "Model saved to out." in said
     assert (output / ("adapter_model.safetensors" if name == "sft" else "model.safetensors")).is_file()
     args = json.loads((output / "training_args.json").read_text())
-    assert (args["objective"], args["sequence_length"]) == (name, 64)
+    assert (args["objective"], args["sequence_length"]) == (name, 64 if name == "sft" else 2 * 64), "of both answers"
+    assert not args["packing"]
     assert args["lora_target"] == ("q_proj.weight,v_proj.weight" if name == "sft" else "all-linear")
     assert len(logged(output, "loss")) == 2
     if name == "dpo":
