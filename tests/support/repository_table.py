@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
@@ -87,7 +87,7 @@ def row_of(name: str, kind: str, folder: Path) -> tuple[str, ...]:
         export(folder / "same", meta_model(config), weights, form=ExportFormat(format="same"), base=weights)
         same = same_files(folder, folder / "same")
     except UserError as error:
-        same = f"refused: {error.found}"
+        same = f"refused: {error.found[:80]}"
     said = weights.said.removesuffix(", dequantized to bfloat16") or "bfloat16"
     count = len(lora.targets) if lora is not None else 0
     loads, exported = (f"{difference(each, referee):.3g}" for each in (weights, again))
@@ -114,6 +114,12 @@ def _columns(name: str, kind: str, folder: Path) -> tuple[str, ...]:
         return row_of(name, kind, folder)
     except UserError as error:
         return ("", f"refused: {error.found[:160]}", *[""] * 4)
+    except ValueError as error:
+        if kind not in CONFIG_MAPPING:
+            return ("", f"refused: transformers has no model type {kind}", *[""] * 4)
+        if "AutoModelForCausalLM" not in str(error):
+            raise
+        return ("", "not made small: its text model is a part of the whole alone", *[""] * 4)
     except Exception as error:
         return ("", f"{type(error).__name__}: {str(error)[:160]}", *[""] * 4)
 
