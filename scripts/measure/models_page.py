@@ -220,7 +220,7 @@ def record(path: str, column: str) -> Iterator[dict[str, str]]:
 def mfu_range(experts: bool) -> tuple[float, float]:
     """The lowest and the highest estimated MFU, in percent, of the records' steps of dense models, or of mixtures."""
     found = [row for file in ("tpu/models.md", "tpu/levers.md") for row in record(file, "MFU")]
-    shares = [float(row["MFU"].rstrip("%")) for row in found if row["name"].startswith(DENSE) != experts]
+    shares = [float(row["MFU"].partition("%")[0]) for row in found if row["name"].startswith(DENSE) != experts]
     return min(shares), max(shares)
 
 
@@ -258,8 +258,9 @@ def hours(tokens_a_second: float) -> str:
 
 
 def _cost(rate: str) -> str:
-    """The cells of a record's tokens/s, and of their cost; empty without a rate."""
-    return f"{rate} | {hours(float(rate.replace(',', ''))) if rate else ''}"
+    """The cells of a record's tokens/s, with its range if it has one, and of their cost; empty without a rate."""
+    rates = sorted(float(number.replace(",", "")) for number in re.findall(r"[\d,]+", rate))
+    return f"{rate} | {' to '.join(dict.fromkeys(hours(each) for each in (rates[::-1][:1] + rates[:1])))}"
 
 
 def _planned(row: Row, share: tuple[float, float]) -> str:

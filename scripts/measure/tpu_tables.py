@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwright.arguments.command_line import Parser
+from shardwright.compile.report.estimate import Estimate, ranged
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import mesh_text
@@ -139,7 +140,7 @@ def _table(name: str, reports: dict[str, Report]) -> str:
 
 def _cells(report: Report) -> dict[str, str]:
     """Column → cell: a chip's numbers in a step. Seconds, tokens and MFU include the estimated time of kernels."""
-    estimate, host = report["estimate"], report["host_temp_bytes"] / GIB
+    estimate, host = Estimate(**report["estimate"]), report["host_temp_bytes"] / GIB
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
     cells = {
         "mesh": mesh_text(report["mesh"]),
@@ -155,10 +156,10 @@ def _cells(report: Report) -> dict[str, str]:
         "exposed": f"{exposed / GIB:.1f}",
         "FLOPs": f"{report['flops']:.2e}",
         "cycles": f"{report['estimated_cycles'] / 1e9:#.4g}e9",
-        "waiting, s": f"{estimate['shares']['ici']:.3f}",
-        "step, s": f"{estimate['seconds']:.3f}",
-        "tokens/s": f"{estimate['tokens_per_second']:,.0f}",
-        "MFU": f"{estimate['mfu']:.1%}",
+        "waiting, s": f"{estimate.shares['ici']:.3f}",
+        "step, s": ranged(estimate.seconds, (estimate.fastest, estimate.slowest), ".3f"),
+        "tokens/s": ranged(estimate.tokens_per_second or 0.0, estimate.rates()),
+        "MFU": ranged(estimate.mfu or 0.0, estimate.mfus(), ".1%"),
     }
 
 
