@@ -259,8 +259,10 @@ def hours(tokens_a_second: float) -> str:
 
 def _cost(rate: str) -> str:
     """The cells of a record's tokens/s, with its range if it has one, and of their cost; empty without a rate."""
-    rates = sorted(float(number.replace(",", "")) for number in re.findall(r"[\d,]+", rate))
-    return f"{rate} | {' to '.join(dict.fromkeys(hours(each) for each in (rates[::-1][:1] + rates[:1])))}"
+    if not rate:
+        return " | "
+    rates = [float(number.replace(",", "")) for number in re.findall(r"[\d,]+", rate)]
+    return f"{rate} | {' to '.join(dict.fromkeys((hours(max(rates)), hours(min(rates)))))}"
 
 
 def _planned(row: Row, share: tuple[float, float]) -> str:

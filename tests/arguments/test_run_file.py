@@ -85,7 +85,8 @@ def test_a_run_with_as_many_options_as_go_together_comes_back(tmp_path: Path, op
 def test_a_run_is_repeated_from_another_folder_with_the_files_that_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mixtral_ep").mkdir()  # a recipe's name is none of it
+    for name in ("mixtral_ep", "y"):  # the names of a recipe and of a set are none of them
+        (tmp_path / name).mkdir()
     for name in ("a.jsonl", "b.jsonl", "mine.py"):
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)

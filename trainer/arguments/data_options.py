@@ -9,6 +9,7 @@ from shardwright.errors import UserError
 
 TRAIN_ON = ("all", "last")  # turns of a chat
 OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # policies for a sample longer than a row
+WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")  # a dataset of a mixture, and its weight
 _SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins
 
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import yaml
 
+from shardwright.arguments.data_options import WEIGHTED
 from shardwright.arguments.known_flags.flag_words import words_of
-from shardwright.errors import UserError, a_type, fault, nearest_beside
+from shardwright.errors import UserError, a_type, fault, nearest_beside, without_credentials
 
 RUN_FILE = "run.yaml"
 OPTION = "--config"
@@ -20,9 +21,8 @@ HELP = (
 )
 _LARGEST = 1 << 20  # most bytes of such a file
 _OUTPUTS = ("output_dir", "staging_dir")
-_INPUTS = ("model", "tokenizer", "adapter", "teacher", "sample_prompts", "dataset", "eval_dataset")
+_INPUTS = ("model", "tokenizer", "adapter", "teacher", "sample_prompts")
 _NAMED = ("recipe", "chat_template", "resume_from_checkpoint")  # a bare word of these is no path
-_BETWEEN = re.compile(r"([,=]|:[0-9.]+(?:[eE][-+]?[0-9]+)?(?=,|$))")  # the paths of a mixture, and of named sets
 
 
 class _Loader(yaml.SafeLoader):
@@ -135,20 +135,26 @@ def run_file(arguments: Any) -> str:
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
     paths = [*_OUTPUTS, *_INPUTS, *(name for name in _NAMED if {"/", "."} & {*str(values[name])})]
     values |= {name: _absolute(values[name], name in _OUTPUTS) for name in paths if values[name]}
+    sets = [f"{name}={_mixture(text)}" if name else _mixture(text) for name, text in arguments.eval_sets.items()]
+    values |= {"dataset": _mixture(values["dataset"]), "eval_dataset": without_credentials(",".join(sets)) or None}
     given = {name: value for name, value in values.items() if value != defaults[name]}
     others = {name: value for name, value in values.items() if name not in given}
     head = f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n"
     return f"{head}{dumped(given)}\n# As is the default:\n{dumped(others)}"
 
 
-def _absolute(text: str, output: bool) -> str:
-    """``text`` with each path of a disk in it made absolute: an ``output``'s, and an input's that is there."""
-    if output or os.path.exists(os.path.expanduser(text)):
-        return text if "://" in text else os.path.abspath(os.path.expanduser(text))
-    parts = _BETWEEN.split(text)
-    there = [os.path.exists(os.path.expanduser(part)) for part in parts[::2]]
-    parts[::2] = [_absolute(part, True) if found else part for part, found in zip(parts[::2], there, strict=True)]
-    return "".join(parts)
+def _absolute(path: str, output: bool = False) -> str:
+    """``path`` from the disk's root, if it is an ``output`` or an input that is there; else as it is."""
+    there = (output and "://" not in path) or os.path.exists(os.path.expanduser(path))
+    return os.path.abspath(os.path.expanduser(path)) if there else path
+
+
+def _mixture(dataset: str | None) -> str | None:
+    """The datasets of a mixture, each as :func:`_absolute` has it, with its weight; or the only one."""
+    if dataset is None or os.path.exists(os.path.expanduser(dataset)):
+        return dataset and _absolute(dataset)
+    parts = [(part, WEIGHTED.fullmatch(part)) for part in map(str.strip, dataset.split(","))]
+    return ",".join(f"{_absolute(match[1])}:{match[2]}" if match else _absolute(part) for part, match in parts)
 
 
 def dumped(options: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import xxhash
 
 from shardwright.errors import UserError
 from shardwright.files.folder import TEMPORARY, Folder, StorageError, StorageRefusal
+from shardwright.files.hub_names import ADAPTER_CONFIG
 from shardwright.hosts.hosts import hosts
 
 FORMAT = 2  # raise it when the meaning of what is written changes
@@ -23,7 +24,7 @@ MANIFEST = "manifest.json"
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
 TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
-ADAPTER = "adapter_config.json"  # of a run that trains an adapter
+ADAPTER = ADAPTER_CONFIG  # of a run that trains an adapter
 TOKENIZER = "tokenizer"
 TRASH = re.compile(r"trash-\d+")  # in the output folder: checkpoints moved out of the way
 BLOCK = 16 << 20  # bytes that a check reads at a time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from shardwright.arguments.training import TrainingArguments
 
 _OPTIONS = ("recipe", "model", "tokenizer", "adapter", "teacher", "chat_template", "sample_prompts")
-_WEIGHT = re.compile(r":[0-9.]+(?:[eE][-+]?[0-9]+)?$")  # of a source of a mixture
 _NOT_IN_IMAGE = {".git", ".venv", "launch", "output", "shared"}  # .dockerignore
 
 
@@ -46,14 +44,14 @@ def check_inputs(args: TrainingArguments, target: str, *, container: bool, mount
 
 def _named(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     """Option and path of each input that may be a file or folder."""
+    from shardwright.data.rows.mixture import sources_of
+
     for name in _OPTIONS:
         value = getattr(args, name)
         if value and (name != "recipe" or value.endswith(".py")):
             yield name, value
     for name, datasets in (("dataset", [args.dataset]), ("eval_dataset", args.eval_sets.values())):
-        for text in filter(None, datasets):
-            whole = os.path.exists(os.path.expanduser(text))
-            yield from ((name, _WEIGHT.sub("", each.strip())) for each in ([text] if whole else text.split(",")))
+        yield from ((name, source.dataset) for text in filter(None, datasets) for source in sources_of(text))
 
 
 def _in_checkout(path: str, left_out: set[str]) -> bool:

@@ -1,19 +1,25 @@
 """The launch targets, and the request for one from its options."""
 
+from __future__ import annotations
+
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from shardwright.arguments.run_file import with_files
 from shardwright.errors import UserError, did_you_mean
 from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan
-from shardwright.launch.layout_check import check_layout
 from shardwright.launch.local_inputs import check_inputs
 from shardwright.launch.request import Mount, Request, check_train
 from shardwright.launch.slices import as_large, generation, hosts
 from shardwright.report.escapes import escaped
 from shardwright.xla.chips import Topology, find_topology
+
+if TYPE_CHECKING:
+    from shardwright.arguments.training import TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,20 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
         )
     words, args = check_train(train, mount, container=bool(options.image))
     check_inputs(args, name, container=bool(options.image), mounted=mount.path if mount is not None else "")
-    check_layout(args, topology)
+    _check_layout(args, topology)
     same = {each.name: getattr(options, each.name, None) for each in fields(Request)}
     given = {key: value for key, value in same.items() if value is not None}
     return Request(**given | {"topology": topology, "train": words, "output_dir": args.output_dir, "mount": mount})
+
+
+def _check_layout(args: TrainingArguments, topology: Topology) -> None:
+    """Raises UserError for what each host would refuse, of a model whose config is here and needs no network."""
+    from shardwright.job import Job
+
+    folders = [each for each in (args.model, args.adapter) if each is not None]
+    if all(os.path.exists(os.path.expanduser(each)) for each in folders):
+        job = Job.resolve(args, lambda: topology.devices)
+        job.recipe.mesh.over_slices(topology.slices, topology.devices)
 
 
 def _check_lines(words: Sequence[str]) -> None:

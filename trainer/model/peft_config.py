@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwright.arguments.adapter_options import EVA
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.files.hub_names import split
+from shardwright.files.hub_names import ADAPTER_CONFIG, split
 from shardwright.model.adapted_weights import (
     ALL,
     Part,
@@ -38,7 +38,7 @@ from shardwright.models.adapters.lora import Lora
 from shardwright.models.adapters.peft_families import renamed
 from shardwright.models.experts.expert_families import experts_modules
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 _LARGEST = 1 << 24  # most bytes of a config
 # the errors that a malformed config raises
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from shardwright.arguments.data_options import WEIGHTED
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.rows.packing import Columns
@@ -25,7 +25,6 @@ from shardwright.errors import UserError
 from shardwright.objectives.objective import RecordShape
 
 BLOCK = 1000  # rows, of which each source gives exactly its share
-_WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def sources_of(dataset: AnyDataset) -> list[Source]:
     if not isinstance(dataset, str) or "," not in dataset or os.path.exists(os.path.expanduser(dataset)):
         return [Source(dataset)]
     parts = dataset.split(",")
-    found = [_WEIGHTED.fullmatch(part.strip()) for part in parts]
+    found = [WEIGHTED.fullmatch(part.strip()) for part in parts]
     if not any(found) and all(part.strip() for part in parts):
         return [Source(part.strip(), None) for part in parts]
     if not all(found):
