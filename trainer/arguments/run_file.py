@@ -136,7 +136,10 @@ def run_file(arguments: Any) -> str:
     paths = [*_OUTPUTS, *_INPUTS, *(name for name in _NAMED if {"/", "."} & {*str(values[name])})]
     values |= {name: _absolute(values[name], name in _OUTPUTS) for name in paths if values[name]}
     sets = [f"{name}={_mixture(text)}" if name else _mixture(text) for name, text in arguments.eval_sets.items()]
-    values |= {"dataset": _mixture(values["dataset"]), "eval_dataset": without_credentials(",".join(sets)) or None}
+    values |= {
+        "dataset": values["dataset"] and _mixture(values["dataset"]),
+        "eval_dataset": without_credentials(",".join(sets)) or None,
+    }
     given = {name: value for name, value in values.items() if value != defaults[name]}
     others = {name: value for name, value in values.items() if name not in given}
     head = f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n"
@@ -149,10 +152,10 @@ def _absolute(path: str, output: bool = False) -> str:
     return os.path.abspath(os.path.expanduser(path)) if there else path
 
 
-def _mixture(dataset: str | None) -> str | None:
+def _mixture(dataset: str) -> str:
     """The datasets of a mixture, each as :func:`_absolute` has it, with its weight; or the only one."""
-    if dataset is None or os.path.exists(os.path.expanduser(dataset)):
-        return dataset and _absolute(dataset)
+    if os.path.exists(os.path.expanduser(dataset)):
+        return _absolute(dataset)
     parts = [(part, WEIGHTED.fullmatch(part)) for part in map(str.strip, dataset.split(","))]
     return ",".join(f"{_absolute(match[1])}:{match[2]}" if match else _absolute(part) for part, match in parts)
 

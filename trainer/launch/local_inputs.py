@@ -51,7 +51,7 @@ def _named(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         if value and (name != "recipe" or value.endswith(".py")):
             yield name, value
     for name, datasets in (("dataset", [args.dataset]), ("eval_dataset", args.eval_sets.values())):
-        yield from ((name, source.dataset) for text in filter(None, datasets) for source in sources_of(text))
+        yield from ((name, str(source.dataset)) for text in filter(None, datasets) for source in sources_of(text))
 
 
 def _in_checkout(path: str, left_out: set[str]) -> bool:
