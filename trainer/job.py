@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from shardwright.arguments.adapter_options import SAME
 from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.hub_names import pinned
@@ -119,6 +120,14 @@ class Job:
     def rows_needed(self) -> dict[str, int]:
         """The rows of the whole's embeddings that the base must have, where the adapter has others."""
         return rows_needed(self.lora if self.args.adapter is not None else None, self.facts.part)
+
+    @property
+    def packed_as_published(self) -> list[str]:
+        """The weights that are packed as the checkpoint has them, by their names in the whole."""
+        if self.args.base_dtype != SAME:
+            return []
+        whole = self.facts.names_in_whole
+        return [whole.get(entry.name, entry.name) for entry in self.plan.parameters if entry.packed]
 
     @property
     def adapted(self) -> PreTrainedModel:

@@ -288,7 +288,9 @@ def _prepared(
     source = given.weights(job.facts.whole) if _needs_base(job, resume) else None
     given.check_code(job.facts.whole)
     if _needs_base(job, resume) and means_weights(args.model, args.from_scratch):
-        source = open_hub_weights(str(args.model), job.facts.whole, console, args.seed, job.rows_needed)
+        source = open_hub_weights(
+            str(args.model), job.facts.whole, console, args.seed, job.rows_needed, job.packed_as_published
+        )
     elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
         source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
     date = date_of(resume)

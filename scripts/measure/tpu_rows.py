@@ -206,10 +206,11 @@ TABLES: dict[str, dict[str, str]] = {
         "capacity 1.25, int8, v5e:2x2": step("mixtral_ep", _MIXTRAL, "v5e:2x2", 1, _LORA, _CAPACITY, _INT8),
         "dropless, v6e:2x2": step("mixtral_ep", _MIXTRAL, "v6e:2x2", 1, _LORA),
     },
-    "lora_published": {  # frozen models as they are published: MXFP4, FP8 in blocks
+    "lora_published": {  # frozen models as they are published: MXFP4, FP8 in blocks, INT4
         "gpt-oss-120b, v6e:2x2": step("gpt_oss_ep", "gpt_oss_120b", "v6e:2x2", 1, _LORA, _SAME, _ALL4),
         "DeepSeek-V3, v6e:4x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:4x8", 1, _LORA, _SAME, _ALL32, _TRAIN),
         "DeepSeek-V3, v6e:8x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:8x8", 1, _LORA, _SAME, _ALL64, _TRAIN),
+        "Kimi-K2.5, v6e:4x8": step("deepseek_v3_ep", "kimi_k2_5", "v6e:4x8", 1, _LORA, _SAME, _ALL32, _TRAIN),
     },
     "graphs": {
         recipe: step(recipe, _MIXTRAL, _V5P, 4, _CAPACITY) for recipe in ("mixtral_ep", "mixtral_fsdp", "mixtral_ep_tp")

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from shardwright.errors import UserError
+from shardwright.files.arrays import whole
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.lora_options import stored_said
 from shardwright.models.adapters.lora import base_of
 from shardwright.models.adapters.packings.registry import PACKINGS, SCALE
 from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.packed_source import packed_source
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.step.test_adapters import check_gradients
+from tests.support import quantized
 from tests.support.adapters import make_adapted
 from tests.support.cases import PLAIN_LAYERS, make_batch, reference_loss, small_config
+from tests.support.hub_models import save_theirs
 from tests.support.jobs import job_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -88,7 +93,7 @@ def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat1
     }  # the last dimension has no more parts
 
 
-@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("mxfp4", 4.25), ("nf4", 4.5)])
+@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("int4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5)])
 def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
     config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=128)
     plan = job_of("gpt_oss_ep", config, lora_r=4, base_dtype=base_dtype).plan
@@ -122,6 +127,63 @@ def test_same_is_the_checkpoints_own_packing_of_its_own_weights(tmp_path: Path):
     assert stored_said(job.facts, job.plan, job.args) == said
     with pytest.raises(UserError, match="a checkpoint that is plain"):
         job_of("gpt_oss_ep", lora_r=4, base_dtype="same")
+
+
+def groups(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, **more}
+    left = ["lm_head", r"re:.*self_attn.*", r"re:.*\.mlp\.gate$"]  # moonshotai/Kimi-K2.5 and K3 leave these alone
+    return {
+        "quant_method": "compressed-tensors",
+        "ignore": left,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+# the packing, the scheme of a checkpoint's experts, and its quantization_config
+PUBLISHED = {
+    "INT4, Kimi-K2.5": ("int4", quantized.int4, groups("int", 4, "group", group_size=32)),
+    "MXFP4, Kimi-K3": (
+        "mxfp4",
+        quantized.mxfp4(".weight_packed", ".weight_scale", torch.uint8, torch.uint8),
+        groups("float", 4, "group", group_size=32),
+    ),
+    "FP8 in blocks, Laguna": (
+        "fp8",
+        quantized.fp8_blocks(".weight_scale"),
+        groups("float", 8, "block", block_structure=[128, 128]),
+    ),
+    "FP8 in rows, Llama-4": ("fp8_rows", quantized.fp8_rows, groups("float", 8, "channel")),
+    "FP8 with one scale": ("fp8_rows", quantized.fp8_tensor(".weight_scale"), groups("float", 8, "tensor")),
+    "int8 of bitsandbytes": (
+        "int8",
+        quantized.int8,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": [".*self_attn", "gate"]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("word", "scheme", "settings"), PUBLISHED.values(), ids=PUBLISHED)
+def test_what_is_packed_as_published_has_the_published_values_and_all_else_is_left_alone(
+    tmp_path: Path, word, scheme, settings
+):
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 320}  # more than a block of 128, and no multiple of it
+    config = AutoConfig.for_model("qwen3_moe", **sizes, num_hidden_layers=1, num_experts=8, vocab_size=256)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 8, 8
+    save_theirs(tmp_path, config)
+    quantized.quantize(tmp_path, {r"experts\.\d": scheme}, settings)
+    config.quantization_config = settings
+    job = job_of("qwen3_moe_ep", config, lora_r=4, base_dtype="same")
+    found = {entry.name: entry.packed for entry in job.plan.parameters if entry.packed}
+    assert {name.rpartition(".mlp.")[2] for name in found} == {"experts.gate_up_proj", "experts.down_proj"}
+    assert {how.packing for how in found.values()} == {PACKINGS[word]}
+    expected = open_hub_weights(str(tmp_path), job.model)
+    source = packed_source(open_hub_weights(str(tmp_path), job.model, packed=job.packed_as_published), job.plan)
+    for name, how in found.items():
+        values = how.packing.unpack(whole(source(name)), whole(source(name + SCALE)), how.weight, torch.bfloat16)
+        off = values != whole(expected(name))
+        assert off.float().mean() < (1e-3 if word == "int8" else 1e-9)  # bitsandbytes' scale is a product of two
+    with pytest.raises(UserError, match=r"1 tensors that are not quantized, and are by its config: .*q_proj"):
+        open_hub_weights(str(tmp_path), job.model, packed=["model.layers.0.self_attn.q_proj.weight"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)

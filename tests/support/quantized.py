@@ -119,6 +119,7 @@ def nf4(shape: tuple[int, ...]) -> Quantized:
 
 def int8(shape: tuple[int, ...]) -> Quantized:
     codes, largest = torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(shape[0])
+    codes[:, 0] = 127  # a row's largest value
     tensors = {".weight": codes, ".SCB": largest, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
     return tensors, (codes.float() * largest.unsqueeze(1) * 7.874015748031496e-3).to(torch.bfloat16)
 

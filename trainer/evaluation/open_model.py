@@ -57,7 +57,7 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
         saved.check_tensors(console)
     if saved is not None and job.lora is None:
         return place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer
-    hub = open_hub_weights(base, job.facts.whole, console, rows=job.rows_needed)
+    hub = open_hub_weights(base, job.facts.whole, console, rows=job.rows_needed, packed=job.packed_as_published)
     with reading(hub, console), waiting(console, "placing the weights on the devices …"):
         return place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved)), tokenizer
 

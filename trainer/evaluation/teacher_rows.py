@@ -154,7 +154,9 @@ class TaughtCorpus:
 
     def _compute(self, missing: Mapping[str, TaughtRows], console: Console) -> None:
         job = self.teacher
-        source = open_hub_weights(str(job.args.model), job.facts.whole, console, rows=job.rows_needed)
+        source = open_hub_weights(
+            str(job.args.model), job.facts.whole, console, rows=job.rows_needed, packed=job.packed_as_published
+        )
         mesh = build_mesh(job.recipe.mesh)
         with waiting(console, "placing the teacher on the devices …"), reading(source, console):
             placed = place_model(job, mesh, weights_of(job, source, None))

@@ -1,5 +1,6 @@
 """The storage of the frozen weights under an adapter: `--base_dtype`, and a config's word on a quantized checkpoint."""
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -54,13 +55,39 @@ def published(settings: Mapping[str, Any]) -> str | None:
     method = settings.get("quant_method")
     if method == "mxfp4":
         return "mxfp4"
-    if method == "fp8" and list(settings.get("weight_block_size") or ()) == [128, 128]:
-        return "fp8"
+    if method in ("fp8", "fbgemm_fp8") and not settings.get("quant_algo"):
+        block = settings.get("weight_block_size")
+        return "fp8_rows" if not block else "fp8" if list(block) == [128, 128] else None
+    if settings.get("quant_algo") == "FP8":
+        return "fp8_rows"
+    if method == "bitsandbytes" and settings.get("load_in_8bit"):
+        return "int8"
     if method == "bitsandbytes" and settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4":
         return "nf4"
-    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    kinds = {(group.get("type"), group.get("num_bits"), group.get("strategy")) for group in groups}
-    return "fp8_rows" if method == "compressed-tensors" and kinds == {("float", 8, "channel")} else None
+    if method != "compressed-tensors":
+        return None
+    found = {_published_group(group) for group in (settings.get("config_groups") or {}).values()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _published_group(group: Mapping[str, Any]) -> str | None:
+    """The word of the packing of a group of compressed-tensors; None: none of ours, or not all linear layers'."""
+    weights = group.get("weights") or {}
+    if group.get("targets") != ["Linear"] or weights.get("actorder") or not weights.get("symmetric", True):
+        return None
+    size = weights.get("group_size") or 0
+    match weights.get("type"), weights.get("num_bits"), weights.get("strategy"):
+        case "float", 8, "channel" | "tensor":  # a row's scale holds one for all as well
+            return "fp8_rows"
+        case "float", 8, "block" if list(weights.get("block_structure") or ()) == [128, 128]:
+            return "fp8"
+        case "float", 4, "group" if size == 32:
+            return "mxfp4"
+        case "int", 8, "channel":
+            return "int8"
+        case "int", 4, "group" if size > 0 and size % 32 == 0:
+            return "int4"
+    return None
 
 
 def packed_among(names: Collection[str], base_dtype: str, facts: ModelFacts) -> list[str]:
@@ -68,13 +95,16 @@ def packed_among(names: Collection[str], base_dtype: str, facts: ModelFacts) -> 
     if base_dtype != SAME:
         return list(names)
     settings = quantization_settings(facts.config)
-    left = [str(word) for key in _LEFT_ALONE for word in settings.get(key) or ()]
-    found = []
-    for name in names:
-        known = {name, facts.names_in_whole.get(name, name)}
-        if all(should_convert_module(full.removesuffix(".weight"), left) for full in known):
-            found.append(name)
-    return found
+    words = [str(word) for key in _LEFT_ALONE for word in settings.get(key) or ()]
+    # compressed-tensors marks its expressions so (utils/match.py)
+    expressions = [word.removeprefix("re:") for word in words if word.startswith("re:")]
+    left = [word for word in words if not word.startswith("re:")]
+
+    def is_packed(module: str) -> bool:
+        return should_convert_module(module, left) and not any(re.match(each, module) for each in expressions)
+
+    known = {name: {name, facts.names_in_whole.get(name, name)} for name in names}
+    return [name for name in names if all(is_packed(full.removesuffix(".weight")) for full in known[name])]
 
 
 def said(base_dtype: str, plan: ShardingPlan, facts: ModelFacts, names: Collection[str]) -> str:

@@ -8,7 +8,7 @@ import copy
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,8 +59,11 @@ class HubWeights:
     """A source of the weights in ``files``, which the user ``asked`` for by this name.
 
     ``model`` is transformers' own, on meta; its class knows the hub's names. ``rows``: the least rows that a file may
-    have of a parameter, whose others an adapter has; they are read as zeros. Raises UserError if a file is truncated or
-    corrupt; tensors are missing, left over, or of another shape than the config says; or tied parameters differ.
+    have of a parameter, whose others an adapter has; they are read as zeros. ``packed``: parameters that will be packed
+    as the files have them, for which all that is quantized is dequantized to float32, and not to bfloat16.
+
+    Raises UserError if a file is truncated or corrupt; tensors are missing, left over, or of another shape than the
+    config says; tied parameters differ; or one of ``packed`` is not quantized.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class HubWeights:
         model: PreTrainedModel,
         seed: int = 0,
         rows: Mapping[str, int] = MappingProxyType({}),
+        packed: Collection[str] = (),
     ) -> None:
         self.asked, self.model, self.mtp, self.seed, self.rows = asked, model, mtp.layer_names(model), seed, rows
+        self.dtype = torch.float32 if packed else DEQUANTIZED
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
         opened = {name: (array, file) for file in files for name, array in self._open(file).items()}
@@ -97,6 +102,7 @@ class HubWeights:
             if name in found and name in rows and rows[name] <= found[name].shape[0] < state.shape[0]
         }
         self._check(found)
+        self._check_packed(packed)
         if not any(isinstance(file, RemoteFile) for file in files):  # which has no values here
             self._check_tied()
 
@@ -111,7 +117,7 @@ class HubWeights:
     def said(self) -> str:
         """The quantized formats, for a run's first lines: "MXFP4 (48 tensors), dequantized to bfloat16", or ""."""
         listed = ", ".join(f"{title} ({count:,} tensors)" for title, count in self.formats.items())
-        return listed and f"{listed}, dequantized to {dtype_name(DEQUANTIZED)}"
+        return listed and f"{listed}, dequantized to {dtype_name(self.dtype)}"
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
@@ -160,7 +166,8 @@ class HubWeights:
         """The tensors as plain weights; raises UserError where they are quantized and can't be read."""
         settings = quantization_settings(self.model.config)
         try:
-            return plain({name: array for name, (array, _) in stored.items()}, settings, self._goes_without)
+            arrays = {name: array for name, (array, _) in stored.items()}
+            return plain(arrays, settings, self._goes_without, self.dtype)
         except FormatError as error:
             files = first_names({stored[tensor][1].name for tensor in error.tensors if tensor in stored})
             why = "quantized weights are read with the tensors that say what their codes stand for"
@@ -285,6 +292,15 @@ class HubWeights:
             why = "they are quantized, or of another kind: taken as they stand they would be other weights"
             raise refused(self.asked, text, why, _PLAIN)
 
+    def _check_packed(self, names: Collection[str]) -> None:
+        """Raises UserError where one of these parameters, which the config says are quantized, is not."""
+        in_files = {name: [tensor for _, tensor in self.group_of[name].members] for name in names}
+        plain = [tensor for each in in_files.values() for tensor in each if tensor not in self.published.packed]
+        if plain:
+            text = f"{len(plain)} tensors that are not quantized, and are by its config: {first_names(plain)}"
+            why = "packed like the others they would be rounded, and nothing said so"
+            raise refused(self.asked, text, why, "another --base_dtype; or config.json as it was published")
+
     def _check_tied(self) -> None:
         """Raises UserError where the files hold a tied parameter under two names, with different values."""
         for names in parameter_names(self.model):
@@ -302,19 +318,19 @@ def open_hub_weights(
     console: Console | None = None,
     seed: int = 0,
     rows: Mapping[str, int] = MappingProxyType({}),
+    packed: Collection[str] = (),
 ) -> HubWeights:
     """Opens the weights of ``model`` (on meta) in the folder ``name``, or of that hub id (``id@revision``), fetched.
 
-    ``seed`` is of a reward model's head, where the files are a language model's; ``rows`` as :class:`HubWeights` has
-    them. Raises UserError if there are none, or
-    :class:`HubWeights` refuses them.
+    ``seed`` is of a reward model's head, where the files are a language model's; ``rows`` and ``packed`` as
+    :class:`HubWeights` has them. Raises UserError if there are none, or :class:`HubWeights` refuses them.
     """
     console = console or Console(quiet=True)
     if not os.path.exists(name) and not is_hub_name(name):
         why = "what looks like a path must lie here"
         raise refused(name, f"no folder {name}", why, "the folder of the weights, or a hub id")
     folder = Path(name) if os.path.exists(name) else fetched(name, console)
-    found = HubWeights(name, files_in(name, folder), model, seed, rows)
+    found = HubWeights(name, files_in(name, folder), model, seed, rows, packed)
     if found.prefixes:
         say(console, f"weights: names without {' and '.join(map(repr, found.prefixes))}")
     for short, size in found.short.items():

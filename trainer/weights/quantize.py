@@ -162,11 +162,11 @@ class QuantizedTensors:
             why = "no scale fits them, and every weight of their block would be lost"
             instead = f"an earlier checkpoint; or {_PLAIN}, which writes them as they are"
             raise _refused(self.asked, f"{name} with values that are infinite or no numbers", why, instead)
-        if base is not None and torch.equal(whole(form.decode(base.parts, self.settings)), values.to(DEQUANTIZED)):
+        if base is not None and torch.equal(whole(form.weight(base.parts, self.settings)), values.to(DEQUANTIZED)):
             self.kept.append(name)
             return {tail: whole(part) for tail, part in base.parts.items()}
         parts = self._encode(form, values, base)
-        back, values = whole(form.decode(parts, self.settings)).to(torch.float32), values.to(torch.float32)
+        back, values = whole(form.weight(parts, self.settings)).to(torch.float32), values.to(torch.float32)
         self.errors[name] = float((back - values).norm() / values.norm().clamp_min(torch.finfo(torch.float32).tiny))
         return parts
 

@@ -15,8 +15,7 @@ from shardwright.models.adapters.packings.packing import (
     Packing,
     Weight,
     chosen,
-    divided,
-    largest,
+    found_again,
     signed,
     split,
     spread,
@@ -24,23 +23,19 @@ from shardwright.models.adapters.packings.packing import (
 
 _BLOCK = 128
 _E4M3 = torch.float8_e4m3fn
-_LARGEST = 448.0
+# what a block's largest magnitude may become: the largest number of all, as most makers have it, and one for each other
+# mantissa: a scale and half of it hold the same values
+_MOST = (448.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 240.0)
 _STEPS = [2.0 ** (max(exponent, 1) - 10) for exponent in range(16)]  # between numbers of an exponent
 
 
 class _Fp8(Packing):
-    again = "the same codes; with scales that are powers of two the same values"
+    again = "the same values"
 
     def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
         block = tuple(min(pair) for pair in zip(self.block(weight), values.shape, strict=True))
-        scale = largest(values, block) / _LARGEST
-        # values that were packed with a power of two get one again, and so the very same codes
-        mantissa, exponent = torch.frexp(scale)
-        power = torch.ldexp(torch.ones(()), exponent - (mantissa == 0.5).to(exponent.dtype))
-        codes = divided(values, power, block)
-        off = largest(codes.to(_E4M3).to(torch.float32) - codes, block, zeros=0.0)
-        scale = torch.where(off == 0, power, scale)
-        return divided(values, scale, block).clamp(-_LARGEST, _LARGEST).to(_E4M3), scale
+        codes, scale = found_again(values, block, _MOST, _rounded)
+        return codes.to(_E4M3), scale
 
     def numbers(self, codes: Tensor) -> Tensor:
         # there is no NaN among them; by arithmetic: torch_xla can't take bits for another dtype
@@ -77,3 +72,7 @@ class Fp8Rows(_Fp8):
     def block(self, weight: Weight) -> tuple[int, ...]:
         last = (weight.shape[-2], 1) if weight.inputs == -2 else (1, weight.shape[-1])
         return (*[1] * (len(weight.shape) - 2), *last)
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    return numbers.clamp(-_MOST[0], _MOST[0]).to(_E4M3).to(torch.float32)

@@ -3,24 +3,29 @@
 import torch
 from torch import Tensor
 
-from shardwright.models.adapters.packings.packing import Packing, Weight, divided, largest
+from shardwright.models.adapters.packings.packing import Packing, Weight, found_again
 
-_LARGEST = 127
+_LEAST = -128
+# what a row's largest magnitude may become: LLM.int8's, and compressed-tensors', whose 127.5 may be either end
+_MOST = (127.0, 128.0)
 
 
 class Int8(Packing):
     """A value is off by half a scale at most."""
 
-    title, bits, again = "int8", 8.0, "within a rounding of its scale"
+    title, bits, again = "int8", 8.0, "the same codes, and scales to a rounding"
     code_dtype = torch.int8
 
     def block(self, weight: Weight) -> tuple[int, ...]:
         return (*[1] * (len(weight.shape) - 1), weight.shape[-1])
 
     def quantize(self, values: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
-        block = self.block(weight)
-        scale = largest(values, block, zeros=_LARGEST) / _LARGEST
-        return divided(values, scale, block).round().to(torch.int8), scale
+        codes, scale = found_again(values, self.block(weight), _MOST, _rounded)
+        return codes.to(torch.int8), scale
 
     def numbers(self, codes: Tensor) -> Tensor:
         return codes.to(torch.float32)
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    return numbers.round().clamp(_LEAST, -_LEAST - 1)

@@ -20,6 +20,8 @@ SCALE = "_scale"
 
 Map = Callable[[Tensor], Tensor]
 
+_ROUNDING = 2.0**-21  # of a code times its scale and back, relative
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -182,6 +184,32 @@ def chosen(number: Tensor, table: Sequence[float]) -> Tensor:
 
 def divided(values: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
     """``values`` over the scale of their block."""
+    return values / of_each(scale, block, values.shape)
+
+
+def found_again(
+    values: Tensor, block: tuple[int, ...], most: Sequence[float], rounded: Map, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """The codes of ``values``, as float32 numbers, and the scale of each block, of this dtype.
+
+    A block's largest magnitude becomes one of ``most``: the first with which ``rounded`` changes none of its values, so
+    that what was made of such codes is found again; else the first of all.
+    """
+    each = largest(values, block)
+    scale, fits = (each / most[0]).to(dtype), torch.zeros_like(each, dtype=torch.bool)
+    for number in most:
+        tried = (each / number).to(dtype)
+        factors = of_each(tried, block, values.shape)
+        off = (rounded(values / factors) * factors - values).abs() > _ROUNDING * values.abs()
+        exact = largest(off.to(torch.float32), block, zeros=0.0) == 0
+        scale, fits = torch.where(exact & ~fits, tried, scale), exact | fits
+        if bool(fits.all()):
+            break
+    return rounded(divided(values, scale, block)), scale
+
+
+def of_each(scale: Tensor, block: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """The scale of each element of a weight of this shape."""
     for dim, each in enumerate(block):
-        scale = spread(scale, each, dim, values.shape[dim])
-    return values / scale
+        scale = spread(scale, each, dim, shape[dim])
+    return scale

@@ -13,7 +13,7 @@ import torch
 from shardwright.files.arrays import Array, LazyArray, Slices, mapped, whole
 from shardwright.files.safetensors_file import DTYPES
 
-DEQUANTIZED = torch.bfloat16  # the dtype of what is read
+DEQUANTIZED = torch.bfloat16  # the dtype of what is read, unless it is packed again
 # dtypes that a part may have
 ANY = frozenset(DTYPES.values())
 FLOATS = frozenset(dtype for dtype in ANY if dtype.is_floating_point)
@@ -34,9 +34,9 @@ Encode = Callable[[torch.Tensor, Settings, Parts], Mapping[str, torch.Tensor]]
 class Format:
     """A way to store a weight ``STEM + plain`` as tensors ``STEM + tail``.
 
-    ``decode`` maps them to an array of the weight, of which reading a slice reads only that slice's blocks; before, it
-    reads no more than the parts that say a shape or an order. It raises ValueError, with the reason, for parts that do
-    not go together. ``encode`` makes such tensors (formats/encode.py).
+    ``decode`` maps them to an array of the weight, float32 or already rounded, of which reading a slice reads only that
+    slice's blocks; before, it reads no more than the parts that say a shape or an order. It raises ValueError, with the
+    reason, for parts that do not go together. ``encode`` makes such tensors (formats/encode.py).
     """
 
     title: str  # as a run's first lines name it
@@ -54,6 +54,11 @@ class Format:
     def main(self) -> str:
         """The end of a name by which the format is known."""
         return next(iter(self.parts))
+
+    def weight(self, parts: Parts, settings: Settings, dtype: torch.dtype = DEQUANTIZED) -> Array:
+        """The weight that ``parts`` hold, its float32 values rounded to ``dtype``; raises ValueError as ``decode``."""
+        found = self.decode(parts, settings)
+        return in_pieces(found, dtype) if self.title and found.dtype == torch.float32 else found
 
     def parts_of(self, stem: str, tensors: Mapping[str, Array]) -> Parts | None:
         """The tensors of the weight ``stem`` by the ends of their names; None: they are not in this format."""
@@ -176,7 +181,7 @@ def scaled(
     *,
     others: bool = False,
 ) -> LazyArray:
-    """(``codes`` - ``zeros``) × ``scales`` in float32, rounded once; a dimension's block may be cut off at its end.
+    """(``codes`` - ``zeros``) × ``scales`` in float32; a dimension's block may be cut off at its end.
 
     ``stated`` and ``others``: as :func:`block_shape`, which tells the blocks. ``zeros``: one number, or one for each
     scale. Raises ValueError for scales or zeros of another shape.
@@ -201,16 +206,21 @@ def scaled(
 
 
 def dequantized(shape: Sequence[int], read: Callable[[Slices], torch.Tensor]) -> LazyArray:
-    """An array of the values that ``read`` computes, piece by piece."""
+    """An array of the float32 values that ``read`` computes."""
+    return LazyArray(tuple(shape), torch.float32, read)
 
-    def in_pieces(where: Slices) -> torch.Tensor:
-        out = torch.empty([part.stop - part.start for part in where], dtype=DEQUANTIZED)
+
+def in_pieces(array: Array, dtype: torch.dtype) -> LazyArray:
+    """``array`` rounded to ``dtype``, and computed a piece at a time: what a slice takes beside itself stays small."""
+
+    def read(where: Slices) -> torch.Tensor:
+        out = torch.empty([part.stop - part.start for part in where], dtype=dtype)
         for piece in _pieces(where) if out.numel() else ():
             place = (slice(p.start - w.start, p.stop - w.start) for p, w in zip(piece, where, strict=True))
-            out[tuple(place)] = read(piece)
+            out[tuple(place)] = array[piece]
         return out
 
-    return LazyArray(tuple(shape), DEQUANTIZED, in_pieces)
+    return LazyArray(tuple(array.shape), dtype, read)
 
 
 def _pieces(where: Slices) -> Iterator[Slices]:

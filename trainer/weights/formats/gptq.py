@@ -10,10 +10,12 @@ import torch
 
 from shardwright.files.arrays import Array, mapped, whole
 from shardwright.weights.formats.format import (
+    DEQUANTIZED,
     FLOATS,
     Format,
     Parts,
     Settings,
+    in_pieces,
     picked,
     scaled,
     shape_error,
@@ -51,7 +53,7 @@ def _in_groups(codes: Array, parts: Parts, zeros: Array, index: torch.Tensor | N
     size = stated if stated and stated > 0 else -(-codes.shape[0] // scales.shape[0])
     if index is not None:
         scales, zeros, size = picked(scales, index, 0), picked(zeros, index, 0), 1
-    return transposed(scaled(codes, scales, [(size, 1)], zeros))
+    return transposed(in_pieces(scaled(codes, scales, [(size, 1)], zeros), DEQUANTIZED))
 
 
 def _gptq(parts: Parts, settings: Settings) -> Array:

@@ -13,11 +13,13 @@ from shardwright.files.arrays import Array, LazyArray, Slices, mapped
 from shardwright.weights.formats.encode import mxfp4_experts, mxfp4_packed
 from shardwright.weights.formats.format import (
     BYTES,
+    DEQUANTIZED,
     EXPONENTS,
     FLOATS,
     Format,
     Parts,
     Settings,
+    in_pieces,
     looked_up,
     powers_of_two,
     scaled,
@@ -55,7 +57,8 @@ def _rows(blocks: Array) -> LazyArray:
 
 
 def _gpt_oss(parts: Parts, settings: Settings) -> Array:
-    return transposed(_decode(_rows(parts["_blocks"]), parts["_scales"]))
+    # a row of the result goes through all blocks, so pieces are made before
+    return transposed(in_pieces(_decode(_rows(parts["_blocks"]), parts["_scales"]), DEQUANTIZED))
 
 
 def _mxfp4(main: str, scale: str, plain: str = ".weight") -> Format:

@@ -73,9 +73,12 @@ class PlainWeights:
 
 
 def plain(
-    tensors: Mapping[str, Array], settings: Settings | None, beside: Callable[[str], bool] = lambda name: False
+    tensors: Mapping[str, Array],
+    settings: Settings | None,
+    beside: Callable[[str], bool] = lambda name: False,
+    dtype: torch.dtype = DEQUANTIZED,
 ) -> PlainWeights:
-    """``tensors`` by the files' names, dequantized; ``settings``: the config's quantization_config.
+    """``tensors`` by the files' names, dequantized to ``dtype``; ``settings``: the config's quantization_config.
 
     ``beside`` tells the names that no model needs: such tensors stay as they are where they can't be dequantized. Else
     raises FormatError where the parts of a weight are missing or do not go together.
@@ -95,7 +98,7 @@ def plain(
         if name in values:
             raise FormatError(f"{name} is there twice: plain, and in {weight.form.title}", [name, *parts])
         try:
-            values[name] = weight.form.decode(weight.parts, settings)
+            values[name] = weight.form.weight(weight.parts, settings, dtype)
         except Exception as error:  # settings and parts are the user's: of any shape, kind and value
             if beside(name):
                 values |= {part: tensors[part] for part in parts}
