@@ -45,7 +45,7 @@ WHOLE = slice(None)
             {"scan": False},
         ),  # weights stored the other way round, and biases
         ("fp8_rows", "mixtral_ep", {"num_hidden_layers": 1}, {"experts": "capacity", "scan": False}),
-        ("mxfp4", "llama_tp", WIDE, {}),
+        ("int4", "llama_tp", WIDE, {}),
         ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 1}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
     ],
