@@ -21,6 +21,7 @@ SCALE = "_scale"
 Map = Callable[[Tensor], Tensor]
 
 _ROUNDING = 2.0**-21  # of a code times its scale and back, relative
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,9 @@ def chosen(number: Tensor, table: Sequence[float]) -> Tensor:
 
 def divided(values: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
     """``values`` over the scale of their block."""
-    return values / of_each(scale, block, values.shape)
+    for dim, each in enumerate(block):
+        scale = spread(scale, each, dim, values.shape[dim])
+    return values / scale
 
 
 def found_again(
@@ -195,21 +198,22 @@ def found_again(
     A block's largest magnitude becomes one of ``most``: the first with which ``rounded`` changes none of its values, so
     that what was made of such codes is found again; else the first of all.
     """
-    each = largest(values, block)
-    scale, fits = (each / most[0]).to(dtype), torch.zeros_like(each, dtype=torch.bool)
+    blocks = in_blocks(values, block)
+    inside = tuple(range(1, blocks.dim(), 2))
+    few = blocks[(slice(None), slice(_FEW)) * values.dim()]  # which tell of most blocks that no number fits
+    each = largest(values, block).reshape([1 if dim in inside else size for dim, size in enumerate(blocks.shape)])
+
+    def fits(values: Tensor, scale: Tensor) -> Tensor:
+        off = rounded(values / scale).mul_(scale).sub_(values).abs_()
+        return (off <= _ROUNDING * values.abs()).all(inside, keepdim=True)
+
+    scale, left = (each / most[0]).to(dtype), torch.ones_like(each, dtype=torch.bool)
     for number in most:
         tried = (each / number).to(dtype)
-        factors = of_each(tried, block, values.shape)
-        off = (rounded(values / factors) * factors - values).abs() > _ROUNDING * values.abs()
-        exact = largest(off.to(torch.float32), block, zeros=0.0) == 0
-        scale, fits = torch.where(exact & ~fits, tried, scale), exact | fits
-        if bool(fits.all()):
+        found = left & fits(few, tried)
+        found = found & fits(blocks, tried) if found.any() else found
+        scale, left = torch.where(found, tried, scale), left & ~found
+        if not left.any():
             break
+    scale = scale.squeeze(inside)
     return rounded(divided(values, scale, block)), scale
-
-
-def of_each(scale: Tensor, block: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    """The scale of each element of a weight of this shape."""
-    for dim, each in enumerate(block):
-        scale = spread(scale, each, dim, shape[dim])
-    return scale
