@@ -26,7 +26,7 @@ CONFIGS = ROOT / "tests/model/real_configs.jsonl.gz"
 RECORDS = ROOT / "docs/records"
 GENERATIONS = ("v5e", "v6e", "v5p", "tpu7x")
 # rows of docs/records/tpu/adapters.md that name their model → its recipe; the others are of Mixtral-8x7B
-PUBLISHED = {"gpt-oss-120b": "gpt_oss_ep", "DeepSeek-V3": "deepseek_v3_ep"}
+PUBLISHED = {"gpt-oss-120b": "gpt_oss_ep", "DeepSeek-V3": "deepseek_v3_ep", "Kimi-K2.5": "deepseek_v3_ep"}
 LORA_R, LENGTH = 16, 4096
 PRICED = "v5p"  # the generation of the columns of speed
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")  # rows of docs/records/tpu/models.md that are of Llama-3-8B
