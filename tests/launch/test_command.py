@@ -114,7 +114,7 @@ REFUSED = {
     "an output relative to a host": (["ray", "--topology", "v5p:2x2x4", "--", "--output_dir", "one"], "each host has"),
     "an output in memory": ([*JOBSET, "--", "--output_dir", "memory://one"], "none of gs:// and s3://"),
     "a recipe that is none": ([*JOBSET, "--", "--recipe", "mixtrol", *TRAIN[3:]], "no recipe of that name"),
-    "a recipe of this machine": ([*JOBSET, "--", "--recipe", RECIPE, *TRAIN[3:]], f"--recipe {RECIPE}\n"),
+    "a recipe of this machine": ([*JOBSET, "--", "--recipe", RECIPE, *TRAIN[3:]], "instead: auto or another name"),
     "a dataset of this machine": ([*JOBSET, *TRAIN, "--dataset", "hub/set:0.5,/tmp:0.5"], "--dataset /tmp\n"),
     "a model that Ray is not sent": (
         ["ray", "--topology", "v5p:2x2x4", *TRAIN, "--model", str(ROOT / "docs")],

@@ -31,8 +31,10 @@ def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there:
         imports = f"from transformers import {kind}; " + "from peft import PeftModel; " * adapter
         found["load"] = f"{imports}model = {load}"
         if not scores:
-            words = f"--model {shlex.quote(model)} --recipe {shlex.quote(args.recipe)}"
-            found["evaluate"] = f"{command('evaluate')} {words} --tasks arc_easy"
+            words = ["--model", model, "--recipe", args.recipe]
+            words += ["--mesh", args.mesh] if args.mesh else []
+            words += ["--base_dtype", args.base_dtype] if args.base_dtype != "bfloat16" else []
+            found["evaluate"] = f"{command('evaluate')} {shlex.join(words)} --tasks arc_easy"
     if saved is not None:
         checkpoint, run = (shlex.quote(str(path)) for path in (folder_of(folder, saved), folder / RUN_FILE))
         merged = " --merge" if adapter else ""
