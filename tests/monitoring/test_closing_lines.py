@@ -31,8 +31,9 @@ def job_with(**options: Any) -> Job:
     [
         ({"mesh": "data=2,fsdp=4"}, 'AutoModelForCausalLM.from_pretrained("my runs/one/model")'),
         (
-            {"lora_r": 4, "model": "org/base", "base_dtype": "int8"},
-            'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "my runs/one/model")',
+            {"lora_r": 4, "model": "org/base@abc", "base_dtype": "int8"},
+            'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base", revision="abc"), '
+            '"my runs/one/model")',
         ),
         ({"objective": "reward"}, 'AutoModelForSequenceClassification.from_pretrained("my runs/one/model")'),
         (

@@ -172,7 +172,8 @@ class RunCheckpoint:
         """A line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
         unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "staging_dir"}
         return [
-            f"--{name} {value} (it was {self.arguments[name]})"
+            f"{f'no --{name}' if value is None else f'--{name} {value}'} "
+            f"(it was {'not given' if self.arguments[name] is None else self.arguments[name]})"
             for name, value in arguments.items()
             if name not in unimportant and name in self.arguments and self.arguments[name] != value
         ]

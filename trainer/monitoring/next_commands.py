@@ -7,6 +7,7 @@ from shardwright.arguments.run_file import RUN_FILE
 from shardwright.checkpoint.lineage import folder_of
 from shardwright.errors import command
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.job import Job
 
 MODEL = "model"
@@ -26,7 +27,9 @@ def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there:
             kind = type(whole).__name__
         load = f'{kind}.from_pretrained("{model}")'
         if adapter:
-            base = f'{kind}.from_pretrained("{args.model}"{", num_labels=1" if scores else ""})'
+            base, commit = split(args.model)
+            given = (f', revision="{commit}"' if commit else "") + ", num_labels=1" * scores
+            base = f'{kind}.from_pretrained("{base}"{given})'
             load = f'PeftModel.from_pretrained({base}, "{model}")'
         imports = f"from transformers import {kind}; " + "from peft import PeftModel; " * adapter
         found["load"] = f"{imports}model = {load}"
