@@ -165,6 +165,20 @@ def test_a_misspelt_option_on_either_side_ends_the_command_with_the_nearest(word
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [
+        ([*JOBSET, "--mount", "d:/mnt/d"], "jobset.yaml"),
+        (["tpu-vm", "--topology", "v6e:4x4", "--zone", "z", "--mount", "/mnt/d:/mnt/d"], "host.sh"),
+    ],
+    ids=["pods", "VMs"],
+)
+def test_a_recipe_that_lies_on_the_hosts_disk_alone_is_read_there(target, file, tmp_path):
+    words = [*target, "--output", str(tmp_path), "--", "--recipe", "/mnt/d/mine.py", "--output_dir", "/mnt/d/one"]
+    assert main(words, None) == 0
+    assert "/mnt/d/mine.py" in (tmp_path / file).read_text()
+
+
 def test_latest_is_not_asked_for_twice(tmp_path):
     assert main([*JOBSET, "--output", str(tmp_path), *TRAIN, "--resume_from_checkpoint", "latest"], None) == 0
     assert (tmp_path / "jobset.yaml").read_text().count("latest") == 1
