@@ -26,7 +26,7 @@ def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there:
         if whole is not job.facts.model:  # the trained part is a multimodal model's, which has a class of its own
             kind = type(whole).__name__
         load = f'{kind}.from_pretrained("{model}")'
-        if adapter:
+        if adapter and args.model:
             base, commit = split(args.model)
             given = (f', revision="{commit}"' if commit else "") + ", num_labels=1" * scores
             base = f'{kind}.from_pretrained("{base}"{given})'
