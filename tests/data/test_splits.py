@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from shardwright.data.records.document_stream import find_stream
-from shardwright.data.records.record_sources import HubDataset, locate, pick_splits
+from shardwright.data.records.record_sources import Files, HubDataset, locate, pick_splits
 from shardwright.errors import UserError
 
 NAMED = {"train_sft": 12, "test_sft": 3, "train_gen": 5, "test_gen": 2}  # of ultrachat_200k, and rows of each here
@@ -45,6 +45,14 @@ def test_a_dataset_without_a_split_called_train_offers_those_that_it_has() -> No
     with pytest.raises(UserError) as refused:
         pick_splits(NAMED, "--dataset id")
     assert refused.value.instead == "--dataset id#train_gen, or --dataset id#train_sft, or --dataset id#test_gen"
+
+
+def test_what_the_hub_holds_out_by_its_names_is_held_out_of_a_folder_too() -> None:
+    heldout = {"data/test-00000-of-00001.parquet": "test", "valid.jsonl": "validation", "val/1.jsonl": "validation"}
+    heldout |= {"a/dev.json": "validation", "eval_2.jsonl": "test", "Testing/1.csv": "test", "evaluation.csv": "test"}
+    trained = ["data/train-00000-of-00001.parquet", "device.jsonl", "evaluate/1.json", "contest.csv", "a/latest.json"]
+    splits = Files("", dict.fromkeys([*heldout, *trained], Path("x")), "json").by_split()
+    assert {name: split for split in splits for name in splits[split]} == heldout | dict.fromkeys(trained, "train")
 
 
 def test_files_in_a_bucket_are_copied_once_and_read_as_those_on_a_disk(tmp_path: Path, monkeypatch) -> None:

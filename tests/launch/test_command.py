@@ -114,7 +114,7 @@ REFUSED = {
     "an output relative to a host": (["ray", "--topology", "v5p:2x2x4", "--", "--output_dir", "one"], "each host has"),
     "an output in memory": ([*JOBSET, "--", "--output_dir", "memory://one"], "none of gs:// and s3://"),
     "a recipe that is none": ([*JOBSET, "--", "--recipe", "mixtrol", *TRAIN[3:]], "no recipe of that name"),
-    "a recipe of this machine": ([*JOBSET, "--", "--recipe", RECIPE, *TRAIN[3:]], f"--recipe {RECIPE}\n"),
+    "a recipe of this machine": ([*JOBSET, "--", "--recipe", RECIPE, *TRAIN[3:]], "instead: auto or another name"),
     "a dataset of this machine": ([*JOBSET, *TRAIN, "--dataset", "hub/set:0.5,/tmp:0.5"], "--dataset /tmp\n"),
     "a model that Ray is not sent": (
         ["ray", "--topology", "v5p:2x2x4", *TRAIN, "--model", str(ROOT / "docs")],
@@ -163,6 +163,20 @@ def test_a_misspelt_option_on_either_side_ends_the_command_with_the_nearest(word
         main(words, None)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [
+        ([*JOBSET, "--mount", "d:/mnt/d"], "jobset.yaml"),
+        (["tpu-vm", "--topology", "v6e:4x4", "--zone", "z", "--mount", "/mnt/d:/mnt/d"], "host.sh"),
+    ],
+    ids=["pods", "VMs"],
+)
+def test_a_recipe_that_lies_on_the_hosts_disk_alone_is_read_there(target, file, tmp_path):
+    words = [*target, "--output", str(tmp_path), "--", "--recipe", "/mnt/d/mine.py", "--output_dir", "/mnt/d/one"]
+    assert main(words, None) == 0
+    assert "/mnt/d/mine.py" in (tmp_path / file).read_text()
 
 
 def test_latest_is_not_asked_for_twice(tmp_path):

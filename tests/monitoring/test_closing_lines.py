@@ -29,10 +29,11 @@ def job_with(**options: Any) -> Job:
 @pytest.mark.parametrize(
     ("options", "load"),
     [
-        ({}, 'AutoModelForCausalLM.from_pretrained("my runs/one/model")'),
+        ({"mesh": "data=2,fsdp=4"}, 'AutoModelForCausalLM.from_pretrained("my runs/one/model")'),
         (
-            {"lora_r": 4, "model": "org/base"},
-            'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "my runs/one/model")',
+            {"lora_r": 4, "model": "org/base@abc", "base_dtype": "int8"},
+            'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base", revision="abc"), '
+            '"my runs/one/model")',
         ),
         ({"objective": "reward"}, 'AutoModelForSequenceClassification.from_pretrained("my runs/one/model")'),
         (
@@ -52,6 +53,7 @@ def test_a_finished_run_says_how_to_load_evaluate_export_and_go_on_in_words_that
     if "evaluate" in said:
         found = options_parser([EvaluationArguments]).parse_args(shlex.split(said["evaluate"])[2:])
         assert (found.model, found.recipe) == ("my runs/one/model", "llama_fsdp")
+        assert (found.mesh, found.base_dtype) == (options.get("mesh"), options.get("base_dtype"))
     export = shlex.split(said["export"])
     assert "my runs/one/checkpoint-20" in export
     assert ("--merge" in export) is job.args.has_adapter

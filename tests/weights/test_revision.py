@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 import torch
@@ -77,7 +78,10 @@ def test_a_run_and_what_goes_on_from_it_keep_the_commit_when_main_moves_on(hub, 
     assert start.job.args.model == f"{ID}@{new}"
     assert told.startswith("fetch: ")  # nothing else is said
     assert told.count("\n") == 1
-    assert f"--model {ID}@{new} (it was {ID}@{old})" in start.resume.other_options(start.job.args.as_dict())
+    dataset = os.path.relpath(start.job.args.dataset)  # the same file by another path
+    other = start.resume.other_options(start.job.args.as_dict() | {"learning_rate": 0.1, "dataset": dataset})
+    assert not any("--dataset" in each for each in other)
+    assert {f"--model {ID}@{new} (it was {ID}@{old})", "--learning_rate 0.1 (it was not given)"} <= {*other}
 
     monkeypatch.setenv("USE_TORCH_XLA", "0")
     words = ["export", "--checkpoint", str(saved), "--output", str(tmp_path / "whole"), "--merge"]

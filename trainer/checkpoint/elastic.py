@@ -57,7 +57,8 @@ def kept_batch(job: Job, resume: RunCheckpoint) -> tuple[int, int] | None:
             why="each way takes as many rows as the next, and with another batch the data's order and the loss curve "
             "would be another run's",
             instead=f"a number of devices whose ways divide {rows}, or a --mesh of these that splits it less; or "
-            "the batch that you want instead, in --per_device_train_batch_size and --gradient_accumulation_steps",
+            f"another batch, by other numbers than the run's --{OPTIONS[0]} {asked[0]} --{OPTIONS[1]} {asked[1]}: "
+            f"--{OPTIONS[1]} {asked[1] + 1} has {shards * asked[0] * (asked[1] + 1)} rows a step",
         )
     return kept
 

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import json
+import os
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
@@ -172,9 +173,10 @@ class RunCheckpoint:
         """A line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
         unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "staging_dir"}
         return [
-            f"--{name} {value} (it was {self.arguments[name]})"
+            f"{f'no --{name}' if value is None else f'--{name} {value}'} "
+            f"(it was {'not given' if self.arguments[name] is None else self.arguments[name]})"
             for name, value in arguments.items()
-            if name not in unimportant and name in self.arguments and self.arguments[name] != value
+            if name not in unimportant and name in self.arguments and not _same(self.arguments[name], value)
         ]
 
     def _json(self, name: str, make: Callable[[dict[str, Any]], T]) -> T:
@@ -257,6 +259,12 @@ def find_checkpoint(
         )
     say(console, f"no checkpoint in {output} yet: training starts anew")
     return None
+
+
+def _same(saved: Any, value: Any) -> bool:
+    """Whether two values of an option are one; a path may be relative, and is absolute in a ``run.yaml``."""
+    both = isinstance(saved, str) and isinstance(value, str)
+    return saved == value or (both and os.path.abspath(saved) == os.path.abspath(value))
 
 
 def _untold(step: int, error: StorageError) -> StorageError:

@@ -339,7 +339,7 @@ def errors(action: str, path: str) -> Iterator[None]:
             asked=f"{action} {path}",
             found=f"{type(error).__name__}: {error}",
             why="the disk or the store did not do it",
-            instead="more room there, or another --output_dir" if full else reach,
+            instead="more room there, or another folder" if full else reach,
         ) from error
 
 

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from shardwright.arguments.training import TrainingArguments
 
 _OPTIONS = ("recipe", "model", "tokenizer", "adapter", "teacher", "chat_template", "sample_prompts")
+# what else an option takes that each host can get by itself; of the others, a hub id
+_ELSEWHERE = {
+    "recipe": "auto or another name of docs/recipes.md, or ",
+    "sample_prompts": "",
+    **dict.fromkeys(("dataset", "eval_dataset"), "a hub id, or a path in a bucket, or "),
+}
 _NOT_IN_IMAGE = {".git", ".venv", "launch", "output", "shared"}  # .dockerignore
 
 
@@ -34,11 +40,12 @@ def check_inputs(args: TrainingArguments, target: str, *, container: bool, mount
             continue
         shared = "a disk that all hosts mount" if not container else mounted or "--mount SOURCE:PATH"
         image = ", or built into the image, as all of this checkout is" * container
+        image += ", or a path in this checkout, which is sent" * (target == "ray")
         raise UserError(
             asked=f"--{option} {path}",
             found="a path of this machine, which is sent to no host",
             why=f"{target} starts the run on other machines, where nothing lies at that path",
-            instead=f"a hub id, or a copy of it under {shared}, or in a store that --{option} reads{image}",
+            instead=f"{_ELSEWHERE.get(option, 'a hub id, or ')}a copy of it under {shared}{image}",
         )
 
 

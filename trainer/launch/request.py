@@ -105,7 +105,7 @@ def check_train(
     from shardwright.layout.load_recipe import load_recipe
 
     (args,) = parse([TrainingArguments], words, "The options of scripts/train.py, after the `--`.")
-    if args.recipe != AUTO:
+    if args.recipe != AUTO and not (mount and _inside(args.recipe, mount.path) and not os.path.exists(args.recipe)):
         load_recipe(args.recipe)
     _check_shared(args.output_dir, mount, container)
     if args.resume_from_checkpoint is None:

@@ -79,11 +79,11 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
 
 
 def _check_layout(args: TrainingArguments, topology: Topology) -> None:
-    """Raises UserError for what each host would refuse, of a model whose config is here and needs no network."""
+    """Raises UserError for what each host would refuse, of a model and a recipe that are here and need no network."""
     from shardwright.job import Job
 
-    folders = [each for each in (args.model, args.adapter) if each is not None]
-    if all(os.path.exists(os.path.expanduser(each)) for each in folders):
+    recipe = args.recipe if args.recipe.endswith(".py") else None
+    if all(os.path.exists(os.path.expanduser(each)) for each in (args.model, args.adapter, recipe) if each is not None):
         job = Job.resolve(args, lambda: topology.devices)
         job.recipe.mesh.over_slices(topology.slices, topology.devices)
 

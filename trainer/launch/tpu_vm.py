@@ -32,7 +32,7 @@ def plan(request: Request) -> LaunchPlan:
         folders = sent_folders()
         copied = ["--recurse", _HOST, _INSTALL, _NEEDS, "shardwright"]
         # the user's own lies beside the code
-        if (recipe := Path(request.option("recipe")).expanduser()).suffix == ".py":
+        if (recipe := _own_recipe(request)) is not None:
             files[recipe.name], copied = recipe.read_text(encoding="utf-8"), [*copied, recipe.name]
     return LaunchPlan(
         files=files,
@@ -66,10 +66,16 @@ def _in_container(request: Request) -> tuple[str, str]:
     return start, f"sudo docker stop --time {grace} {name} > /dev/null"
 
 
+def _own_recipe(request: Request) -> Path | None:
+    """The recipe's file, where it is one that lies here; on a disk of the hosts alone it stays there."""
+    path = Path(request.option("recipe")).expanduser()
+    return path if path.suffix == ".py" and path.exists() else None
+
+
 def _in_environment(request: Request) -> tuple[str, str]:
     """The same commands for the code that was sent, in the environment that `install.sh` made."""
     variables = [f"{name}={value}" for name, value in ({"PYTHONPATH": "."} | request.variables).items()]
-    recipe = request.option("recipe")
-    names = {word + recipe: word + Path(recipe).name for word in ("", "--recipe=") if recipe.endswith(".py")}
+    recipe, sent = request.option("recipe"), _own_recipe(request)
+    names = {} if sent is None else {word + recipe: word + sent.name for word in ("", "--recipe=")}
     words = ["env/bin/python", "-m", "shardwright.scripts.train", *(names.get(word, word) for word in request.train)]
     return f"env $(cat megascale.env) {shlex.join(variables)} {shlex.join(words)}", "kill -TERM $run"

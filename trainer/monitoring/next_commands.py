@@ -7,6 +7,7 @@ from shardwright.arguments.run_file import RUN_FILE
 from shardwright.checkpoint.lineage import folder_of
 from shardwright.errors import command
 from shardwright.files.folder import Folder
+from shardwright.files.hub_names import split
 from shardwright.job import Job
 
 MODEL = "model"
@@ -25,14 +26,18 @@ def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there:
         if whole is not job.facts.model:  # the trained part is a multimodal model's, which has a class of its own
             kind = type(whole).__name__
         load = f'{kind}.from_pretrained("{model}")'
-        if adapter:
-            base = f'{kind}.from_pretrained("{args.model}"{", num_labels=1" if scores else ""})'
+        if adapter and args.model:
+            base, commit = split(args.model)
+            given = (f', revision="{commit}"' if commit else "") + ", num_labels=1" * scores
+            base = f'{kind}.from_pretrained("{base}"{given})'
             load = f'PeftModel.from_pretrained({base}, "{model}")'
         imports = f"from transformers import {kind}; " + "from peft import PeftModel; " * adapter
         found["load"] = f"{imports}model = {load}"
         if not scores:
-            words = f"--model {shlex.quote(model)} --recipe {shlex.quote(args.recipe)}"
-            found["evaluate"] = f"{command('evaluate')} {words} --tasks arc_easy"
+            words = ["--model", model, "--recipe", args.recipe]
+            words += ["--mesh", args.mesh] if args.mesh else []
+            words += ["--base_dtype", args.base_dtype] if args.base_dtype != "bfloat16" else []
+            found["evaluate"] = f"{command('evaluate')} {shlex.join(words)} --tasks arc_easy"
     if saved is not None:
         checkpoint, run = (shlex.quote(str(path)) for path in (folder_of(folder, saved), folder / RUN_FILE))
         merged = " --merge" if adapter else ""

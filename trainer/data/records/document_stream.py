@@ -172,6 +172,7 @@ def _stream_of_files(where: Files, reads: Sequence[RecordShape], on_bad_row: str
     sizes = {name: stat.st_size for name, stat in stats.items()}
     stamps = [[n, str(where.files[n].resolve()), stat.st_size, stat.st_mtime_ns] for n, stat in stats.items()]
     key = [stamps, *(() if is_text else shape.required), on_bad_row, *([where.split] if where.split else [])]
+    key += [sorted(splits.items())] if len(splits) > 1 else []
     # of names and sizes alone, so that a copy on another machine counts as the same data
     identity = f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
     if not is_text:

@@ -27,7 +27,8 @@ KIND_OF = {
 _PACKED = {".gz": "gzip -d", ".zst": "zstd -d", ".bz2": "bzip2 -d", ".xz": "xz -d"}  # → what unpacks it
 _SPLIT = re.compile(r"\w[\w.-]*")
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
-_HELDOUT_FILE = re.compile(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])")
+# how the names of files and folders with these splits begin on the hub (datasets' SPLIT_KEYWORDS)
+_HELDOUT_FILE = re.compile(r"((?P<validation>valid(ation)?|val|dev)|(?P<test>test(ing)?|eval(uation)?))(?![a-z])")
 # companions of a dataset in its repository: text that is no data if the data are records, …
 ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|code_of_conduct|security|requirements"
@@ -52,8 +53,8 @@ class Files:
     def by_split(self) -> dict[str, list[str]]:
         """Split → names of its files. In a folder of records, file names tell the split, as on the hub:
 
-        ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``. Of a ``split`` that was asked for, and
-        of what is held out beside it, the files and folders begin with its name; others are left out.
+        ``data/test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``. Of a ``split`` that was asked for,
+        and of what is held out beside it, the files and folders begin with its name; others are left out.
         """
         names: dict[str, list[str]] = {}
         if self.split is not None:
@@ -65,8 +66,10 @@ class Files:
                         break
             return names
         for name in self.files:
-            match = _HELDOUT_FILE.match(name.lower()) if self.is_folder and self.kind != "text" else None
-            names.setdefault(match[1] if match else "train", []).append(name)
+            parts = name.lower().split("/") if self.is_folder and self.kind != "text" else []
+            match = next(filter(None, map(_HELDOUT_FILE.match, parts)), None)
+            split = "train" if match is None else "validation" if match["validation"] else "test"
+            names.setdefault(split, []).append(name)
         return names
 
 
@@ -199,6 +202,13 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
                 why="a run reads from any row on, which in a packed file can't be found",
                 instead=f"the file unpacked: {_PACKED[name.suffix.lower()]} {found[name.as_posix()]}",
             )
+    if path.is_file() and path.suffix.lower() == ".tsv":
+        raise UserError(
+            asked=asked,
+            found="a table with tabs between its cells",
+            why="tables are read with commas between them, and as text its columns would be letters",
+            instead="a .csv file of it (pandas.read_csv(path, sep='\\t')); or a .txt file, to train on it as text",
+        )
     if path.is_file():
         files, kinds = found, {_kind(path) or "text": path.name}
     else:

@@ -66,7 +66,10 @@ def _columns_offered(columns: Mapping[str, Any], named: str | None) -> str:
     offered = ", or ".join(f"--text_column {name}" for name in (near or texts)[:2])
     if named is not None and offered:
         return offered
-    renamed = "columns renamed to prompt and completion (dataset.rename_columns)"
+    renamed = (
+        "columns renamed to instruction and output, which the chat template writes, or to prompt and completion, "
+        "which stay as they are (dataset.rename_columns, or a table's first line)"
+    )
     if turns := next((name for name, feature in columns.items() if _holds_turns(feature)), None):
         return f"that column of turns renamed: dataset.rename_column({turns!r}, 'messages')"
     return f"{offered}, to train on that text alone; or {renamed}" if offered else renamed

@@ -114,7 +114,9 @@ class TrainingBatches:
                 found=f"the data are {self._data}",
                 why="a place in one is none in the other: rows would be seen twice or never",
                 instead="the --dataset, --tokenizer, --sequence_length, --isolate_documents, --packing, "
-                "--streaming and --shuffle_rows, and what else says how samples are made, of the run that wrote it",
+                "--streaming and --shuffle_rows, and what else says how samples are made, of the run that wrote it; "
+                "or, to train the model further on other data, a new run with its model/ as --model (an adapter's as "
+                "--adapter)",
             )
         if cursor.get("seed") != self._seed:
             raise UserError(
