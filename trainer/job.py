@@ -154,6 +154,11 @@ class Job:
             found.append("router_loss has no effect: transformers' sequence classification adds none (nor does trl)")
         return found
 
+    @property
+    def base(self) -> str | None:
+        """The ``--model`` whose weights the run starts from; None: it starts from others."""
+        return self.args.model if meta_model.means_weights(self.args.model, self.args.from_scratch) else None
+
     @functools.cached_property
     def router_loss(self) -> bool:
         """Whether the model's own load-balancing loss is part of the loss."""
@@ -242,7 +247,7 @@ class Job:
         recipe, args, plan = self.recipe.as_dict(), self.args.as_dict(), self.plan.as_json()
         texts = {"recipe.json": recipe, "training_args.json": args, "plan.json": plan}
         if self.lora is not None:
-            texts[peft_config.CONFIG] = peft_config.as_config(self.lora, self.model, self.args.model, {})
+            texts[peft_config.CONFIG] = peft_config.as_config(self.lora, self.model, self.base, {})
         return texts
 
 
