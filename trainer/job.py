@@ -148,11 +148,13 @@ class Job:
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user of what runs otherwise than the recipe says."""
+        """Lines for the user of what runs otherwise than the recipe and the options say."""
         found = [f"its layers run one by one: {self._assembled[1]}"] if self._assembled[1] else []
         if self.recipe.compute.router_loss and not self.router_loss:
             found.append("router_loss has no effect: transformers' sequence classification adds none (nor does trl)")
-        return found
+        elif self.router_loss and not hasattr(self.model.config, "output_router_logits"):
+            found.append(f"router_loss has no effect: transformers' {type(self.model).__name__} has none")
+        return [*found, *self.args.idle]
 
     @property
     def base(self) -> str | None:

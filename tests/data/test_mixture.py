@@ -16,6 +16,7 @@ from shardwright.data.audit import audit
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.mixture import MixedRows, shares, sources_of
+from shardwright.data.samples.samples import SampleOptions
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
@@ -195,6 +196,22 @@ def test_held_out_sets_are_made_into_rows_as_the_source_of_their_kind_and_others
 def _of(path: object, **options: Any) -> DataOptions:
     """A dataset that is evaluated on itself."""
     return DataOptions(str(path), sequence_length=256, **{"eval_dataset": {"": str(path)}, **options})
+
+
+def test_options_without_effect_on_a_source_are_told_beside_it(tmp_path: Path) -> None:
+    notes = load(tmp_path, samples=SampleOptions(overflow="drop", train_on="last")).notes
+    idle = [note.strip() for note in notes if "has no effect" in note]
+    assert idle == [
+        "--overflow drop has no effect on texts that share rows: these are cut from them",
+        "--train_on last has no effect: records of text have no turns",
+    ]
+    assert notes.index(f"  {idle[0]}") < next(i for i, note in enumerate(notes) if "chats.jsonl" in note)
+    tokens = write_records(tmp_path / "tokens.jsonl", [{"input_ids": [*range(20, 60)]}] * 30)
+    samples = SampleOptions(overflow="drop", split_special_tokens=True)
+    told = load_corpus(_of(tokens, samples=samples, isolate_documents=True), TOKENIZER, 300, tmp_path / "cache").notes
+    assert [note for note in told if "has no effect" in note] == [
+        "--split_special_tokens has no effect: the records are tokens already"
+    ]
 
 
 def test_a_mixture_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

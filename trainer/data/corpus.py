@@ -39,7 +39,7 @@ from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, quiet_scratch, write_rows
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import SampleOptions
-from shardwright.data.samples.tally import notes, unread_notes
+from shardwright.data.samples.tally import idle_notes, notes, unread_notes
 from shardwright.data.samples.template import Template
 from shardwright.data.tokenizer import (
     check_tokenizer,
@@ -269,9 +269,8 @@ def _streamed_corpus(
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
-    tally = Counter(next(iter(sets.values())).tally) if sets else Counter[str]()
-    notes = packing.notes(tally + counted(stream.unread.columns))
-    return Corpus(rows, sets, tokenizer, notes, packing.options.date)
+    tally = Counter(next(iter(sets.values())).tally if sets else {}) + counted(stream.unread.columns)
+    return Corpus(rows, sets, tokenizer, packing.notes(tally), packing.options.date)
 
 
 def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
@@ -342,15 +341,17 @@ class _Packing:
         return [*key, "parsed"] if samples.split_special_tokens is False else key
 
     def notes(self, tally: Mapping[str, int]) -> tuple[str, ...]:
-        if not self.options.makes_samples(self.shape):
-            return tuple(unread_notes(tally))
+        whole = self.options.makes_samples(self.shape)
+        idle = idle_notes(self.options.samples, self.shape, whole)
+        if not whole:
+            return *idle, *unread_notes(tally)
         trained = "every token" if self.options.samples.train_on_prompt else self.shape.trained
         words = [f"records with {', '.join(self.shape.required)}; trained on: {trained}"]
         if self.options.chat_template and self.tokenizer.chat_template:
             words.append(template_note(self.tokenizer, self.options.chat_template))
         if self.options.date:
             words.append(f"the chat template writes the date of the run's first start: {self.options.date}")
-        return *words, *notes(self.shape, tally, self.options.sequence_length)
+        return *words, *idle, *notes(self.shape, tally, self.options.sequence_length)
 
 
 def _packing(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> _Packing:
