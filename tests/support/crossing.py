@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import random
 import re
@@ -58,124 +59,76 @@ _KINDS = {"dpo": _PAIRED, "reward": _PAIRED, "orpo": _PAIRED}
 _KINDS["kto"] = dict.fromkeys(_PAIRED, "marked")
 _KINDS["taught"] = dict.fromkeys(_PAIRED, "taught")
 
-# axis → value → options; the first value is the default. A name with an underscore in front is no option.
+# A line an axis: its values, each with options, the default first. A name with an underscore in front is no option.
+_TABLE = """
+objective sft: | dpo: objective=dpo | kto: objective=kto | reward: objective=reward | orpo: objective=orpo
+objective distill: objective=distill teacher={bases}/dense | taught: objective=distill teacher_top_k=4
+objective dpo-sum: objective=dpo loss_type=sigmoid,sft loss_weights=1,0.5 | dpo-aot: objective=dpo loss_type=aot
+objective dpo-ipo: objective=dpo loss_type=ipo beta=0.3 | dpo-divergence: objective=dpo f_divergence_type=js_divergence
+objective dpo-smooth: objective=dpo loss_type=robust label_smoothing=0.1
+objective kto-apo: objective=kto loss_type=apo_zero_unpaired desirable_weight=1.3
+objective reward-centred: objective=reward center_rewards_coefficient=0.1
+mixed no: | yes: _mixed=True
+heldout share: | set: _held=one | sets: _held=two
+streaming no: | yes: streaming=True shuffle_rows=8
+packing yes: | no: packing=False
+isolated default: | yes: isolate_documents=True
+overflow default: | left: overflow=truncate_left | drop: overflow=drop | split: overflow=split
+learned answers: | last: train_on=last | all: train_on_prompt=True
+adapter none: | lora: lora_r=4 | dora: lora_r=4 use_dora=True | rslora: lora_r=4 use_rslora=True lora_alpha=4.0
+adapter pissa: lora_r=4 init_lora_weights=pissa | whole: lora_r=4 modules_to_save=embed_tokens,lm_head
+adapter rows: lora_r=4 trainable_token_indices=5,9:12
+adapter patterns: lora_r=4 rank_pattern=q_proj=2 alpha_pattern=v_proj=3 layers_to_transform=1:2
+adapter attention: lora_r=4 lora_target=q_proj,v_proj adapter_format=per_expert
+dropout no: | yes: lora_dropout=0.2
+base default: | float32: base_dtype=float32 | int8: base_dtype=int8 | nf4: base_dtype=nf4 | fp8: base_dtype=fp8_rows
+compute plain: compute=scan=False,remat=none | recipe's: | full: compute=remat=full | part: compute=remat=0.5
+compute products: compute=remat=save_matmuls | eager: compute=attention=eager,scan=False
+compute capacity: compute=experts=capacity,capacity_factor=1.0 | router: compute=router_loss=True
+precision float32: | compute: bf16=True | weights: weight_dtype=bfloat16 | state: optimizer_dtype=bfloat16
+accumulation 1: | 2: gradient_accumulation_steps=2
+optim adamw: | adafactor: optim=adafactor | lion: optim=lion | muon: optim=muon
+rate linear: | cosine: lr_scheduler_type=cosine weight_decay=0.1 | rising: warmup_steps=0.5
+rate decay: lr_scheduler_type=warmup_stable_decay lr_scheduler_kwargs={{"num_decay_steps":2}}
+terms none: | z: z_loss=0.01 | smooth: label_smoothing_factor=0.1 | noise: neftune_noise_alpha=5.0
+terms both: z_loss=0.01 label_smoothing_factor=0.1
+routers none: | z: router_z_loss_coef=0.01 | balance: router_balance_coef=0.01
+routers batch: router_balance_coef=0.01 router_balance=batch | bias: router_bias_update_rate=0.01
+spike no: | skip: on_spike=skip spike_window=4 spike_threshold=1.01 | rollback: on_spike=rollback spike_window=4
+logging 1: logging_steps=1 | 2: logging_steps=2 | 3: logging_steps=3 logging_first_step=True
+eval no: | 1: eval_strategy=steps eval_steps=1 | 2: eval_strategy=steps eval_steps=2 | epoch: eval_strategy=epoch
+eval late: eval_on_start=False
+save steps: save_steps=2 | one: save_steps=1 save_total_limit=3 | best: save_strategy=best | epoch: save_strategy=epoch
+best no: | loss: load_best_model_at_end=True
+best accuracy: load_best_model_at_end=True metric_for_best_model=eval_accuracy
+clip 1: | none: max_grad_norm=0.0 | low: max_grad_norm=0.1
+seed 42: | 7: seed=7
+samples no: | yes: sample_prompts={bases}/prompts.txt sample_tokens=3
+drawn no: | yes: sample_temperature=0.8 sample_top_p=0.9
+staging no: | yes: staging_dir={bases}/staging
+start weights: | random: from_scratch=True
+few no: | yes: max_samples=60
+"""
+# axis → value → options
 AXES: dict[str, dict[str, dict[str, Any]]] = {
-    "objective": {
-        "sft": {},
-        "dpo": {"objective": "dpo"},
-        "kto": {"objective": "kto"},
-        "reward": {"objective": "reward"},
-        "distill": {"objective": "distill", "teacher": "{bases}/dense"},
-        "taught": {"objective": "distill", "teacher_top_k": 4},
-        "dpo-sum": {"objective": "dpo", "loss_type": "sigmoid,sft", "loss_weights": "1,0.5"},
-        "dpo-ipo": {"objective": "dpo", "loss_type": "ipo", "beta": 0.3},
-        "dpo-aot": {"objective": "dpo", "loss_type": "aot"},
-        "dpo-smooth": {"objective": "dpo", "loss_type": "robust", "label_smoothing": 0.1},
-        "dpo-divergence": {"objective": "dpo", "f_divergence_type": "js_divergence"},
-        "orpo": {"objective": "orpo"},
-        "kto-apo": {"objective": "kto", "loss_type": "apo_zero_unpaired", "desirable_weight": 1.3},
-        "reward-centred": {"objective": "reward", "center_rewards_coefficient": 0.1},
-    },
     "model": {name: {"_model": name} for name in MODELS},
     "layout": {name: {"_layout": name} for name in LAYOUTS},
     "data": {name: {"_data": name} for name in _PAIRED},
-    "mixed": {"no": {}, "yes": {"_mixed": True}},
-    "heldout": {"share": {}, "set": {"_held": ""}, "sets": {"_held": "two"}},
-    "streaming": {"no": {}, "yes": {"streaming": True, "shuffle_rows": 8}},
-    "packing": {"yes": {}, "no": {"packing": False}},
-    "isolated": {"default": {}, "yes": {"isolate_documents": True}},
-    "overflow": {
-        "default": {},
-        **{name: {"overflow": name} for name in ("truncate_left", "truncate_right", "drop", "split")},
-    },
-    "learned": {"answers": {}, "last": {"train_on": "last"}, "all": {"train_on_prompt": True}},
-    "adapter": {
-        "none": {},
-        "lora": {"lora_r": 4},
-        "dora": {"lora_r": 4, "use_dora": True},
-        "rslora": {"lora_r": 4, "use_rslora": True, "lora_alpha": 4},
-        "pissa": {"lora_r": 4, "init_lora_weights": "pissa"},
-        "whole": {"lora_r": 4, "modules_to_save": "embed_tokens,lm_head"},
-        "rows": {"lora_r": 4, "trainable_token_indices": "5,9:12"},
-        "patterns": {"lora_r": 4, "rank_pattern": "q_proj=2", "alpha_pattern": "v_proj=3", "layers_to_transform": "1"},
-        "attention": {"lora_r": 4, "lora_target": "q_proj,v_proj", "adapter_format": "per_expert"},
-    },
-    "dropout": {"no": {}, "yes": {"lora_dropout": 0.2}},
-    "base": {"default": {}, **{name: {"base_dtype": name} for name in ("float32", "int8", "nf4", "fp8_rows")}},
-    "compute": {
-        "plain": {"compute": "scan=False,remat=none"},
-        "recipe's": {},
-        **{
-            text: {"compute": text}
-            for text in ("scan=False,remat=full", "remat=save_matmuls", "remat=0.5", "attention=eager")
-        },
-        "capacity": {"compute": "experts=capacity,capacity_factor=1.0"},
-        "router": {"compute": "router_loss=True"},
-    },
-    "precision": {
-        "float32": {},
-        "compute": {"bf16": True},
-        "weights": {"weight_dtype": "bfloat16"},
-        "state": {"optimizer_dtype": "bfloat16"},
-    },
-    "accumulation": {"1": {}, "2": {"gradient_accumulation_steps": 2}},
-    "optim": {name: {"optim": name} for name in ("adamw", "adafactor", "lion", "muon")},
-    "rate": {
-        "linear": {},
-        "cosine": {"lr_scheduler_type": "cosine", "weight_decay": 0.1},
-        "constant": {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.5},
-        "decay": {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2}},
-    },
-    "terms": {
-        "none": {},
-        "z": {"z_loss": 0.01},
-        "smooth": {"label_smoothing_factor": 0.1},
-        "noise": {"neftune_noise_alpha": 5.0},
-        "both": {"z_loss": 0.01, "label_smoothing_factor": 0.1},
-    },
-    "routers": {
-        "none": {},
-        "z": {"router_z_loss_coef": 0.01},
-        "balance": {"router_balance_coef": 0.01},
-        "batch": {"router_balance_coef": 0.01, "router_balance": "batch"},
-        "bias": {"router_bias_update_rate": 0.01},
-    },
-    "spike": {
-        "no": {},
-        "skip": {"on_spike": "skip", "spike_window": 4, "spike_threshold": 1.01},
-        "rollback": {"on_spike": "rollback", "spike_window": 4},
-    },
-    "logging": {
-        "1": {"logging_steps": 1},
-        "2": {"logging_steps": 2},
-        "3": {"logging_steps": 3, "logging_first_step": True},
-    },
-    "eval": {
-        "no": {},
-        "1": {"eval_strategy": "steps", "eval_steps": 1},
-        "2": {"eval_strategy": "steps", "eval_steps": 2},
-        "epoch": {"eval_strategy": "epoch"},
-        "late": {"eval_on_start": False},
-    },
-    "save": {
-        "steps": {"save_steps": 2},
-        "one": {"save_steps": 1, "save_total_limit": 2},
-        "best": {"save_strategy": "best"},
-        "epoch": {"save_strategy": "epoch"},
-    },
-    "best": {
-        "no": {},
-        "loss": {"load_best_model_at_end": True},
-        "accuracy": {"load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy"},
-    },
-    "clip": {"1": {}, "none": {"max_grad_norm": 0.0}, "low": {"max_grad_norm": 0.1}},
-    "seed": {"42": {}, "7": {"seed": 7}},
-    "samples": {"no": {}, "yes": {"sample_prompts": "{bases}/prompts.txt", "sample_tokens": 3}},
-    "drawn": {"no": {}, "yes": {"sample_temperature": 0.8, "sample_top_p": 0.9}},
-    "staging": {"no": {}, "yes": {"staging_dir": "{root}/staging"}},
-    "start": {"weights": {}, "random": {"from_scratch": True}},
-    "few": {"no": {}, "yes": {"max_samples": 60}},
 }
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text) if "," not in text and "{" not in text else text
+    except (ValueError, SyntaxError):
+        return text
+
+
+for _line in _TABLE.strip().splitlines():
+    _axis, _, _rest = _line.partition(" ")
+    for _label, _, _options in (each.strip().partition(":") for each in _rest.split(" | ")):
+        _pairs = (word.partition("=") for word in _options.split())
+        AXES.setdefault(_axis, {})[_label] = {name: _value(text) for name, _, text in _pairs}
 SILENT = {"staging", "save", "heldout"}  # they change no number
 
 
@@ -198,7 +151,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         """Those of TrainingArguments."""
         given, bases = self.given, self.bases
-        made = {k: v.format(bases=bases, root=bases) if isinstance(v, str) else v for k, v in given.items()}
+        made = {k: v.format(bases=bases) if isinstance(v, str) else v for k, v in given.items()}
         made = {k: v for k, v in made.items() if not k.startswith("_")}
         kind = _KINDS.get(self.values["objective"].split("-")[0], {}).get(given["_data"], given["_data"])
         made["dataset"] = f"{bases}/{kind}.jsonl"
@@ -206,7 +159,7 @@ class Case:
             made["dataset"] = f"{bases}/{kind}.jsonl:0.7,{bases}/more_{kind}.jsonl:0.3"
         if "_held" in given:
             one = f"{bases}/held_{kind}.jsonl"
-            made["eval_dataset"] = f"one={one},two={bases}/more_{kind}.jsonl" if given["_held"] else one
+            made["eval_dataset"] = f"one={one},two={bases}/more_{kind}.jsonl" if given["_held"] == "two" else one
         made |= {"model": f"{bases}/{given['_model']}", "max_steps": 6, "warmup_steps": made.get("warmup_steps", 1)}
         made |= {"learning_rate": 0.003, "max_eval_rows": 16, "sequence_length": 64, "chat_template": None}
         return made | self.layout(given["_layout"], made.get("gradient_accumulation_steps", 1))
