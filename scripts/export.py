@@ -90,7 +90,7 @@ def main() -> None:
     with output.filling() as folder:
         if lora is not None and not arguments.merge:
             per_expert = (arguments.adapter_format or saved.arguments.get("adapter_format")) == "per_expert"
-            files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
+            files = AdapterFiles(lora, model, whole, names, base if started else None, per_expert)
             save_adapter(folder, files, saved, saved.tokenizer, console)
         else:
             own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved

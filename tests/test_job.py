@@ -54,6 +54,15 @@ def test_a_job_needs_nothing_that_only_a_run_imports():
     assert done.stdout.split() == [word for name in RECIPES for word in (name, "8")], done.stderr
 
 
+def test_a_router_loss_that_the_model_has_not_and_options_that_mean_nothing_are_told():
+    job = job_of("llama_fsdp", eval_steps=3)
+    told = replace(job, recipe=job.recipe.with_compute("router_loss=true")).notices
+    assert told == [
+        "router_loss has no effect: transformers' LlamaForCausalLM has none",
+        "--eval_steps has no effect without --eval_strategy",
+    ]
+
+
 SAMPLES = Dataset.from_list([{"prompt": "What is 1 + 1?", "completion": "2"}])
 
 

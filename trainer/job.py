@@ -157,11 +157,18 @@ class Job:
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the user of what runs otherwise than the recipe says."""
+        """Lines for the user of what runs otherwise than the recipe and the options say."""
         found = [f"its layers run one by one: {self._assembled[1]}"] if self._assembled[1] else []
         if self.recipe.compute.router_loss and not self.router_loss:
             found.append("router_loss has no effect: transformers' sequence classification adds none (nor does trl)")
-        return found
+        elif self.router_loss and not hasattr(self.model.config, "output_router_logits"):
+            found.append(f"router_loss has no effect: transformers' {type(self.model).__name__} has none")
+        return [*found, *self.args.idle]
+
+    @property
+    def base(self) -> str | None:
+        """The ``--model`` whose weights the run starts from; None: it starts from others."""
+        return self.args.model if meta_model.means_weights(self.args.model, self.args.from_scratch) else None
 
     @functools.cached_property
     def router_loss(self) -> bool:
@@ -251,7 +258,7 @@ class Job:
         recipe, args, plan = self.recipe.as_dict(), self.args.as_dict(), self.plan.as_json()
         texts = {"recipe.json": recipe, "training_args.json": args, "plan.json": plan}
         if self.lora is not None:
-            texts[peft_config.CONFIG] = peft_config.as_config(self.lora, self.model, self.args.model, {})
+            texts[peft_config.CONFIG] = peft_config.as_config(self.lora, self.model, self.base, {})
         return texts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from dataclasses import fields, replace
@@ -104,6 +105,16 @@ def test_the_file_of_a_resolved_run_gives_its_arguments(tmp_path: Path) -> None:
     there = replace(resolved, output_dir=os.path.abspath("out"))
     assert found.as_dict() == there.as_dict()
     assert Settings.of(found) == there
+
+
+def test_what_follows_from_options_follows_from_those_of_a_command_that_gives_others(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 500, "load_best_model_at_end": True}
+    accurate = again(TrainingArguments(**best), tmp_path, "--metric_for_best_model", "eval_accuracy")
+    assert accurate.greater_is_better is True
+    assert again(TrainingArguments(**best, greater_is_better=True), tmp_path).greater_is_better is True
+    for before, after in itertools.permutations(("sft", "dpo", "distill", "reward"), 2):
+        found, fresh = again(TrainingArguments(objective=before), tmp_path, "--objective", after), {"objective": after}
+        assert found == TrainingArguments(**fresh)
 
 
 def test_options_of_the_command_line_win_and_a_later_file_wins_over_an_earlier(tmp_path: Path) -> None:

@@ -192,3 +192,21 @@ def test_any_value_in_any_part_of_a_compute_policy_is_taken_or_refused() -> None
         for value in WICKED:
             message = refusal(lambda name=field.name, value=value: Compute(**{name: value}))
             assert not message or field.name in message
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({}, []),
+        ({"spike_window": 16, "eval_steps": 3}, ["--eval_steps", "--spike_window"]),
+        ({"sample_top_p": 0.5, "sample_temperature": 0.5}, ["--sample_temperature"]),
+        ({"adapter_format": "per_expert", "adapter": "a"}, []),
+        ({"router_balance": "batch", "router_balance_coef": 0.1}, []),
+        ({"on_spike": "skip"}, ["--on_spike"]),  # of 100 steps, whose first 128 are not judged
+        ({"on_spike": "skip", "max_steps": 129}, []),
+        ({"on_spike": "skip", "num_train_epochs": 1.0}, []),  # how many steps they are is not known yet
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_beside_the_others_are_told(options: dict[str, Any], idle: list[str]) -> None:
+    assert [line.split()[0] for line in TrainingArguments(**options).idle] == idle

@@ -16,6 +16,7 @@ from shardwright.data.audit import audit
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.mixture import MixedRows, shares, sources_of
+from shardwright.data.samples.samples import SampleOptions
 from shardwright.errors import UserError
 from shardwright.models.ops.labels import IGNORE
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
@@ -160,6 +161,57 @@ def test_what_is_held_out_is_each_sources_own_and_the_notes_say_what_each_gives(
     corpus.check_fits(256, 300)
     with pytest.raises(UserError, match="rows of 256"):
         corpus.check_fits(128, 300)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_sets_are_made_into_rows_as_the_source_of_their_kind_and_others_are_refused(
+    tmp_path: Path, streaming: bool
+) -> None:
+    """Of texts and chats, mixed, sets of both can be held out, or of one; then the other source holds out nothing."""
+    more = {"talk": str(write_records(tmp_path / "talk.jsonl", chats(20, 5))), "word": str(tmp_path / "word.jsonl")}
+    write_jsonl(tmp_path / "word.jsonl", TEXTS[200:])
+    both = load(tmp_path, streaming=streaming, eval_dataset=more)
+    alone = {
+        name: load_corpus(replace(_of(path), isolate_documents=True), TOKENIZER, 300) for name, path in more.items()
+    }
+    assert list(both.heldout_sets) == ["talk", "word"]
+    assert "labels" in both.heldout_sets["word"].dataset.column_names, "all rows have the same columns"
+    for name, corpus in alone.items():
+        wanted = corpus.heldout.dataset["input_ids"]
+        assert list(both.heldout_sets[name].dataset["input_ids"]) == list(wanted)
+    one = load(tmp_path, streaming=streaming, eval_dataset={"": more["word"]})
+    assert list(one.heldout_sets) == [""]
+    assert list(one.heldout.dataset["input_ids"]) == list(both.heldout_sets["word"].dataset["input_ids"])
+    if not streaming:  # nothing of the chats is held out
+        assert [len(rows) for rows in one.train.sources] == [len(rows) for rows in both.train.sources]
+    asked = write_records(tmp_path / "asked.jsonl", [{"prompt": "1?", "completion": "2"}] * 9)
+    for refusing in (
+        lambda: load(tmp_path, streaming=streaming, eval_dataset={"": str(asked)}),
+        lambda: audit(_of(tmp_path / "chats.jsonl", eval_dataset={"": str(asked)}), TOKENIZER),
+    ):
+        with pytest.raises(UserError, match=r"prompt/completion .*, and those to train on .*messages"):
+            refusing()
+
+
+def _of(path: object, **options: Any) -> DataOptions:
+    """A dataset that is evaluated on itself."""
+    return DataOptions(str(path), sequence_length=256, **{"eval_dataset": {"": str(path)}, **options})
+
+
+def test_options_without_effect_on_a_source_are_told_beside_it(tmp_path: Path) -> None:
+    notes = load(tmp_path, samples=SampleOptions(overflow="drop", train_on="last")).notes
+    idle = [note.strip() for note in notes if "has no effect" in note]
+    assert idle == [
+        "--overflow drop has no effect on texts that share rows: these are cut from them",
+        "--train_on last has no effect: records of text have no turns",
+    ]
+    assert notes.index(f"  {idle[0]}") < next(i for i, note in enumerate(notes) if "chats.jsonl" in note)
+    tokens = write_records(tmp_path / "tokens.jsonl", [{"input_ids": [*range(20, 60)]}] * 30)
+    samples = SampleOptions(overflow="drop", split_special_tokens=True)
+    told = load_corpus(_of(tokens, samples=samples, isolate_documents=True), TOKENIZER, 300, tmp_path / "cache").notes
+    assert [note for note in told if "has no effect" in note] == [
+        "--split_special_tokens has no effect: the records are tokens already"
+    ]
 
 
 def test_a_mixture_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from shardwright.weights.peft_files import prove, save_adapter
 from shardwright.weights.peft_read import open_adapter
 from shardwright.weights.weight_sources import state_dict_weights
 from tests.support.adapters import make_adapted
-from tests.support.cases import make_batch, plain_model, reference_loss
+from tests.support.cases import make_batch, one_layer, plain_model, reference_loss
 from tests.support.hub_models import save_theirs
 from tests.support.jobs import job_of
 
@@ -95,6 +95,15 @@ def test_merged_it_is_a_plain_model_folder_with_the_same_loss(trained, tmp_path)
     export(str(tmp_path), copy.deepcopy(job.model), source)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
     assert loss_of(model, batch) == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_adapter_names_a_base_only_if_that_ones_weights_lie_under_it(tmp_path):
+    (tmp_path / "config.json").touch()
+    for model, random, named in (("a/b", False, "a/b"), ("a/b", True, None), (f"{tmp_path}/config.json", False, None)):
+        options = {"model": model, "from_scratch": random, "lora_r": 2}
+        job = job_of("llama_fsdp", one_layer("llama_fsdp"), **options)
+        for config in (files_of(job).config(), job.as_texts()["adapter_config.json"]):
+            assert config["base_model_name_or_path"] == named
 
 
 def test_what_was_saved_is_read_back_bit_for_bit_and_a_change_is_seen(trained, tmp_path):

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import yaml
@@ -129,10 +129,12 @@ def with_files(words: Sequence[str], known: Mapping[str, bool] | None = None) ->
 def run_file(arguments: Any) -> str:
     """The `run.yaml` of a run with ``arguments``: all options, those that are not the default first.
 
-    Read again, they are the same arguments, from whichever folder: paths of this machine are absolute. Left out is
+    Read again, they are the same arguments, from whichever folder: paths of this machine are absolute. A value that
+    follows from others is left to follow, also from those of a command that gives others. Left out is
     ``user:password@`` in a URL.
     """
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
+    values |= {name: defaults[name] for name in values if _follows(arguments, name, defaults[name])}
     paths = [*_OUTPUTS, *_INPUTS, *(name for name in _NAMED if {"/", "."} & {*str(values[name])})]
     values |= {name: _absolute(values[name], name in _OUTPUTS) for name in paths if values[name]}
     sets = [f"{name}={_mixture(text)}" if name else _mixture(text) for name, text in arguments.eval_sets.items()]
@@ -144,6 +146,16 @@ def run_file(arguments: Any) -> str:
     others = {name: value for name, value in values.items() if name not in given}
     head = f"# The run, to be repeated: shardwright train --config {RUN_FILE}\n"
     return f"{head}{dumped(given)}\n# As is the default:\n{dumped(others)}"
+
+
+def _follows(arguments: Any, name: str, default: Any) -> bool:
+    """Whether an option is as it would be had it been left out, though that is not its ``default``."""
+    if getattr(arguments, name) == default:
+        return False
+    try:
+        return bool(replace(arguments, **{name: default}) == arguments)
+    except UserError:
+        return False
 
 
 def _absolute(path: str, output: bool = False) -> str:

@@ -22,6 +22,18 @@ from shardwright.objectives.objective import Objective, RecordShape, text_shape
 
 DEFAULT_STEPS = 100  # if neither steps nor epochs are set
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
+# option → those of which one must be given for it to mean anything
+_NEEDED = {
+    "adapter_format": ("lora_r", "adapter"),
+    "eval_steps": ("eval_strategy",),
+    "router_balance": ("router_balance_coef",),
+    "sample_tokens": ("sample_prompts",),
+    "sample_temperature": ("sample_prompts",),
+    "sample_top_p": ("sample_temperature",),
+    "shuffle_rows": ("streaming",),
+    "spike_threshold": ("on_spike",),
+    "spike_window": ("on_spike",),
+}
 
 
 @takes_known_flags
@@ -130,6 +142,18 @@ class TrainingArguments(
     @property
     def goal(self) -> Objective:
         return self.entry({name: getattr(self, name) for name in self.entry.options}, self.sequence_length)
+
+    @property
+    def idle(self) -> list[str]:
+        """A line for each option that has no effect, as another is missing or the run is too short."""
+        usual = {each.name: each.default for each in fields(TrainingArguments)}
+        given = {name for name, value in usual.items() if getattr(self, name) != value}
+        off = {name: needed for name, needed in _NEEDED.items() if name in given and given.isdisjoint(needed)}
+        lines = [f"--{name} has no effect without --{' or --'.join(needed)}" for name, needed in off.items()]
+        if self.on_spike != "no" and 0 < self.max_steps <= self.spike_window:
+            steps = f"the first {self.spike_window} steps are not judged (--spike_window), and the run has no more"
+            lines.append(f"--on_spike {self.on_spike} has no effect: {steps}")
+        return lines
 
     @property
     def reads(self) -> Sequence[RecordShape]:

@@ -11,10 +11,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.corpus import DataOptions, check_samples, check_special_names
-from shardwright.data.records.document_stream import DocumentStream, find_stream, has_text
+from shardwright.data.records.document_stream import DocumentStream, check_evaluated, find_stream, has_text
 from shardwright.data.records.fields import is_meant, unread_of
 from shardwright.data.records.shapes import BadRecord
-from shardwright.data.rows.mixture import BLOCK, sources_of
+from shardwright.data.rows.mixture import BLOCK, shapes_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import Encoder, Sample
@@ -237,6 +237,9 @@ def audit(
         *((source.dataset, False, (source.share or 0) / BLOCK) for source in sources_of(options.dataset)),
         *((dataset, True, 1.0) for dataset in options.eval_dataset.values()),
     ]
+    shapes = shapes_of(options.dataset, options.reads)
+    for each in options.eval_dataset.values():
+        check_evaluated(shapes, find_stream(each, *options.reading))
     for name, heldout, share in asked:
         stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)

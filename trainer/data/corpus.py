@@ -25,6 +25,7 @@ from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.records.fields import counted
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.records.records import LOOKED_AT
+from shardwright.data.rows import mixture
 from shardwright.data.rows.heldout_rows import (
     HELDOUT,
     SAMPLE_CHARACTERS,
@@ -33,13 +34,12 @@ from shardwright.data.rows.heldout_rows import (
     heldout_of_stream,
     split_documents,
 )
-from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares_of, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows, load_rows, quiet_scratch, write_rows
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import SampleOptions
-from shardwright.data.samples.tally import notes, unread_notes
+from shardwright.data.samples.tally import idle_notes, notes, unread_notes
 from shardwright.data.samples.template import Template
 from shardwright.data.tokenizer import (
     check_tokenizer,
@@ -135,7 +135,7 @@ class Corpus:
         The first stored row shows the corpus's length.
         """
         check_vocabulary(self.tokenizer, vocab_size)
-        mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]
+        mixed = self.train.sources if isinstance(self.train, mixture.MixedRows) else [self.train]
         for rows in (*mixed, *self.heldout_sets.values()):
             if isinstance(rows, StoredRows) and len(rows) and (found := len(rows.dataset[0]["input_ids"])) != length:
                 raise UserError(
@@ -164,7 +164,7 @@ def load_corpus(
             to make a row on either side of the split; chats without a template; a bad row.
     """
     check_tokenizer(tokenizer, vocab_size)
-    sources, root = sources_of(options.dataset), cache_root(cache_dir)
+    sources, root = mixture.sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
     # all sources have the same date, and a tokenizer that is trained on chats needs a template
     template = options.chat_template or (DEFAULT if tokenizer is None else None)
@@ -172,17 +172,18 @@ def load_corpus(
     if len(sources) == 1:
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
-        raise no_tokenizer(options.dataset)
-    labels = any(map(options.makes_samples, shapes_of(options.dataset, options.reads)))
-    corpora = [
-        load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
-    ]
+        raise mixture.no_tokenizer(options.dataset)
+    shapes = mixture.shapes_of(options.dataset, options.reads)
+    labels = any(map(options.makes_samples, shapes))
+    parts = mixture.parts_of(sources, shapes, options.eval_dataset, options.reading)
+    corpora = [load(replace(options, labels=labels, **part), tokenizer, vocab_size, root) for part in parts]
     rows = [corpus.train for corpus in corpora]
-    train = MixedRows(rows, shares_of(sources, rows))
-    sets = corpora[0].heldout_sets
-    if not options.eval_dataset:
+    train = mixture.MixedRows(rows, mixture.shares_of(sources, rows))
+    made = {name: rows for corpus in reversed(corpora) for name, rows in corpus.heldout_sets.items()}
+    sets = {name: made[name] for name in options.eval_dataset}
+    if not sets:
         sets = {"": StoredRows(datasets.concatenate_datasets([corpus.heldout.dataset for corpus in corpora]))}
-    notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
+    notes = mixture.mixture_notes(sources, train, [corpus.notes for corpus in corpora])
     return Corpus(train, sets, tokenizer, notes, corpora[0].date)
 
 
@@ -214,7 +215,7 @@ def _stored_corpus(
     train = rows.pop(TRAIN)
     sets = {name.removeprefix(HELDOUT).removeprefix("-"): own for name, own in rows.items()}
     notes = packing.notes(tally)
-    if next(iter(sets.values())).fingerprint == train.fingerprint:
+    if [each.fingerprint for each in sets.values()][:1] == [train.fingerprint]:
         notes += ("the only text there is: it is trained on and evaluated on",)
     return Corpus(train, sets, tokenizer, notes, packing.options.date)
 
@@ -259,7 +260,7 @@ def _streamed_corpus(
     packing = _packing(options, stream.shape, tokenizer)
     sets = {name: heldout_of_stream(own, packing.new_packer(), 1.0)[0] for name, own in stream.heldout.items()}
     left_out = frozenset[int]()
-    if not sets:
+    if not sets and fraction:
         sets[""], left_out = heldout_of_stream(stream, packing.new_packer(), fraction)
     first, length, _, *samples = packing.key
     # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
@@ -268,8 +269,8 @@ def _streamed_corpus(
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, packing.new_packer, left_out, options.shuffle_rows, fingerprint)
     next(stream.documents(), None)  # its columns, if all that was read so far are held out
-    notes = packing.notes(Counter(next(iter(sets.values())).tally) + counted(stream.unread.columns))
-    return Corpus(rows, sets, tokenizer, notes, packing.options.date)
+    tally = Counter(next(iter(sets.values())).tally if sets else {}) + counted(stream.unread.columns)
+    return Corpus(rows, sets, tokenizer, packing.notes(tally), packing.options.date)
 
 
 def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
@@ -340,15 +341,17 @@ class _Packing:
         return [*key, "parsed"] if samples.split_special_tokens is False else key
 
     def notes(self, tally: Mapping[str, int]) -> tuple[str, ...]:
-        if not self.options.makes_samples(self.shape):
-            return tuple(unread_notes(tally))
+        whole = self.options.makes_samples(self.shape)
+        idle = idle_notes(self.options.samples, self.shape, whole)
+        if not whole:
+            return *idle, *unread_notes(tally)
         trained = "every token" if self.options.samples.train_on_prompt else self.shape.trained
         words = [f"records with {', '.join(self.shape.required)}; trained on: {trained}"]
         if self.options.chat_template and self.tokenizer.chat_template:
             words.append(template_note(self.tokenizer, self.options.chat_template))
         if self.options.date:
             words.append(f"the chat template writes the date of the run's first start: {self.options.date}")
-        return *words, *notes(self.shape, tally, self.options.sequence_length)
+        return *words, *idle, *notes(self.shape, tally, self.options.sequence_length)
 
 
 def _packing(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> _Packing:

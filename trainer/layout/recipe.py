@@ -268,7 +268,7 @@ class Recipe:
                     instead=f"--compute {meant}={value if near and value else _EXAMPLES[meant]}",
                 )
             try:
-                changes[name] = ast.literal_eval(value)
+                changes[name] = ast.literal_eval(value.title() if value in ("true", "false") else value)
             # a word, as in remat=full; or a literal that Python can't hold
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 changes[name] = value

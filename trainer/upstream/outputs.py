@@ -133,9 +133,7 @@ class Outputs:
         told = [{key: value for key, value in entry.items() if key.startswith("eval_")} for entry in history]
         metrics: dict[str, float] = next(filter(None, reversed(told)), {})
         held = self._given.model  # whose config says where it was loaded from
-        base = job.args.model or (None if held is None else held.config.name_or_path) or None
-        if job.args.from_scratch or (base or "").endswith(".json"):
-            base = None
+        base = job.base or (None if held is None else held.config.name_or_path) or None
         mesh, adapter = job.plan.mesh, job.lora is not None
         card = Card(job.args, job.recipe.name, mesh, base, adapter, metrics, versions())
         text = card.text(folder.name if folder.name != "model" else self.loop.folder.name, **said)

@@ -148,7 +148,7 @@ def files_of(job: Job) -> AdapterFiles:
     """The files of the job's adapter; the job must have one."""
     assert job.lora is not None
     facts, per_expert = job.facts, job.args.adapter_format == "per_expert"
-    return AdapterFiles(job.lora, job.model, facts.whole, facts.names_in_whole, job.args.model, per_expert)
+    return AdapterFiles(job.lora, job.model, facts.whole, facts.names_in_whole, job.base, per_expert)
 
 
 def check_adapter(job: Job) -> None:

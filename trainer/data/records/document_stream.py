@@ -87,7 +87,7 @@ class DocumentStream:
     def evaluated_on(self, others: Mapping[str, DocumentStream]) -> DocumentStream:
         """The documents with those of ``others`` held out; raises UserError if one is of another shape."""
         for other in others.values():
-            _check_same(self.shape, other)
+            check_evaluated([self.shape], other)
         identity = "; ".join(f"{self.identity}, evaluated on {other.identity}" for other in others.values())
         key = [self.fingerprint, *((name, other.fingerprint) for name, other in others.items()), "eval"]
         return replace(self, identity=identity, fingerprint=digest(key), heldout=others)
@@ -139,12 +139,14 @@ def _check_utf8(table: Dataset, asked: str) -> None:
             raise sources.not_utf8(asked, error) from error
 
 
-def _check_same(shape: RecordShape, other: DocumentStream) -> None:
-    if shape != other.shape:
+def check_evaluated(shapes: Sequence[RecordShape], other: DocumentStream) -> None:
+    """Refuse to evaluate on records of none of the ``shapes`` to train on."""
+    if other.shape not in shapes:
+        kinds = dict.fromkeys(f"{shape.name} ({', '.join(shape.required)})" for shape in shapes)
         raise UserError(
             asked=f"to evaluate on {other.asked}",
             found=f"its records are {other.shape.name} ({', '.join(other.shape.required)}), and those to train on "
-            f"{shape.name} ({', '.join(shape.required)})",
+            f"{' or '.join(kinds)}",
             why="both are made into rows in one way",
             instead="an --eval_dataset whose columns are those of --dataset",
         )

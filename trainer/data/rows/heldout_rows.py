@@ -29,8 +29,8 @@ def split_documents(documents: DocumentStream, scratch: Path, heldout_fraction: 
     """Reads ``documents``; returns those with text as ``train``, and as ``heldout``, or ``heldout-NAME`` of each set.
 
     They may lie in the folder ``scratch``, which must outlive them. ``heldout_fraction`` is the share that is held out
-    if nothing else is; a single text is on both sides. Raises UserError if no document has text in it, or they can't be
-    read.
+    if nothing else is, 0 for none; a single text is on both sides. Raises UserError if no document has text in it, or
+    they can't be read.
     """
     train = documents.stored(scratch / TRAIN)
     names = {f"{HELDOUT}-{name}" if name else HELDOUT: each for name, each in documents.heldout.items()}
@@ -51,9 +51,9 @@ def split_documents(documents: DocumentStream, scratch: Path, heldout_fraction: 
             why="there is nothing to train on",
             instead="a dataset with more documents",
         )
-    if not given and len(distinct) == 1:
+    if not given and heldout_fraction and len(distinct) == 1:
         given = {HELDOUT: train.select(np.flatnonzero(filled_D))}  # to be learned by heart
-    elif not given:
+    elif not given and heldout_fraction:
         heldout_D = filled_D & (hashes_D <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
         given = {HELDOUT: train.select(np.flatnonzero(heldout_D))}
         filled_D &= ~heldout_D

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.arguments.data_options import WEIGHTED
-from shardwright.data.records.document_stream import find_stream
+from shardwright.data.records.document_stream import check_evaluated, find_stream
 from shardwright.data.records.record_sources import AnyDataset
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
@@ -101,6 +101,27 @@ def shares_of(sources: Sequence[Source], rows: Sequence[Rows]) -> list[int]:
 def shapes_of(dataset: AnyDataset, reads: Sequence[RecordShape]) -> list[RecordShape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_stream`."""
     return [find_stream(source.dataset, reads).shape for source in sources_of(dataset)]
+
+
+def parts_of(
+    sources: Sequence[Source],
+    shapes: Sequence[RecordShape],
+    evaluated: Mapping[str, AnyDataset],
+    reading: tuple[Sequence[RecordShape], str],
+) -> list[dict[str, Any]]:
+    """Each source's own options: its dataset, and what is held out beside it: the sets ``evaluated`` of its shape.
+
+    Of a source that has none nothing is held out. Raises UserError for a set that is of no source's shape.
+    """
+    found = {name: find_stream(each, *reading) for name, each in evaluated.items()}
+    for stream in found.values():
+        check_evaluated(shapes, stream)
+    parts = []
+    for source, shape in zip(sources, shapes, strict=True):
+        own = {name: evaluated[name] for name, stream in found.items() if stream.shape == shape}
+        none = {"heldout_fraction": 0.0} if evaluated and not own else {}
+        parts.append({"dataset": source.dataset, "eval_dataset": own, **none})
+    return parts
 
 
 def no_tokenizer(dataset: object) -> UserError:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from shardwright.data.records.fields import is_meant, unread_of
+from shardwright.data.samples.samples import SampleOptions
 from shardwright.objectives.objective import RecordShape
 
 BECAUSE, REASONS = "bad because ", 8  # in a tally: the reasons why rows are bad, and how many different ones are kept
@@ -52,6 +53,18 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
     if roles:
         words = ", ".join(f"{role} {n:,}" for role, n in sorted(roles.items()))
         lines.append(f"warning: messages of roles that chat templates don't know: {words}")
+    return lines
+
+
+def idle_notes(options: SampleOptions, shape: RecordShape, whole: bool) -> list[str]:
+    """Lines with the options that have no effect on records of ``shape``; ``whole``: each becomes a sample."""
+    lines = []
+    if not whole and options.overflow != "truncate_right":
+        lines.append(f"--overflow {options.overflow} has no effect on texts that share rows: these are cut from them")
+    if options.train_on != "all" and (shape.is_text or "input_ids" in shape.required):
+        lines.append(f"--train_on {options.train_on} has no effect: records of {shape.name} have no turns")
+    if options.split_special_tokens is not None and "input_ids" in shape.required:
+        lines.append("--split_special_tokens has no effect: the records are tokens already")
     return lines
 
 
