@@ -179,5 +179,11 @@ def test_generated_texts_are_those_of_the_harness_own_model(here, ours):
     assert expected != whole
     assert ours.generate_until(requests) == expected
     assert len(set(whole)) == 3
+    # a chat model's turn ends with another token than its tokenizer's: the generation config names both
+    ends = [byte_tokenizer().eos_token_id, *byte_tokenizer().encode(word)]
+    model.generation_config.eos_token_id, options["until"] = ends, ["\n\n"]
+    model.generation_config.save_pretrained(here / "model")
+    assert [text.removesuffix(word) for text in lm.generate_until(requests, disable_tqdm=True)] == expected
+    assert ours.generate_until(requests) == expected
     with pytest.raises(UserError, match="num_beams"):
         ours.generate_until([SimpleNamespace(args=("One", options | {"num_beams": 2}))])

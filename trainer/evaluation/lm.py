@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.from_arguments import stop_tokens
 from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 from shardwright.evaluation.decoders import build_generator
@@ -121,7 +122,7 @@ class LM(TemplateLM):
             prompt = bucket(len(contexts[number]), self.max_length - new)
             shape = GenerationShape(self.rows(prompt + new, self.job.row_shards), prompt, new)
             kinds[shape, sampling].append(number)
-        found = [""] * len(requests)
+        found, stops = [""] * len(requests), stop_tokens(self.job.args, self.job.config) | {self.eot_token_id}
         todo = [
             (shape, sampling, numbers[first : first + shape.rows])
             for (shape, sampling), numbers in sorted(kinds.items(), key=lambda kind: -kind[0][0].prompt)
@@ -132,7 +133,7 @@ class LM(TemplateLM):
             prompts = [contexts[number] for number in numbers]
             if (shape, sampling) not in self.generators:
                 self.generators[shape, sampling] = build_generator(self.placed, shape, sampling)
-            answers = self.generators[shape, sampling](prompts, {self.eot_token_id}, ended=ended)
+            answers = self.generators[shape, sampling](prompts, stops, ended=ended)
             for number, tokens in zip(numbers, answers, strict=True):
                 found[number] = postprocess_generated_text(self._text(tokens), options[number][2], None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, found[number])
