@@ -183,7 +183,7 @@ class LM(TemplateLM):
 
 
 def generation_options(asked: dict[str, Any], longest: int) -> tuple[int, Sampling, list[str]]:
-    """A request's most new tokens, their sampling, and the words that end them; UserError: not in rows of ``longest``."""
+    """A request's most new tokens, their sampling, and its last words; UserError: not in rows of ``longest`` tokens."""
     given = dict(normalize_gen_kwargs(asked, _NEW_TOKENS))
     new, until, samples = given.pop("max_gen_toks"), given.pop("until"), given.pop("do_sample")
     temperature, top_p = given.pop("temperature", 1.0), given.pop("top_p", 1.0)
