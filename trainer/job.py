@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from shardwright.model.trained_rows import rows_needed
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.objectives.objective import RecordShape
 
 # rows that are not packed: the most halvings of their length, each of which costs a compile, and their fewest tokens
 HALVINGS, SHORTEST = 3, 32
@@ -78,6 +79,20 @@ class Job:
         devices = count_devices()
         used, copies = fitted(written or _made_recipe(args, facts, devices), facts.model, devices)
         return cls(used, settings, devices, facts, copies)
+
+    def for_records(self, shapes: Sequence[RecordShape]) -> Job:
+        """The job of a run on records of ``shapes``: samples, and texts with a row each, are told apart.
+
+        Raises UserError if the model can't tell samples of one row apart.
+        """
+        if self.args.isolate_documents or (self.args.packing and all(shape.is_text for shape in shapes)):
+            return self
+        try:
+            return replace(self, args=replace(self.args, isolate_documents=True))
+        except UserError:
+            if self.args.packing:
+                raise
+            return self  # a row is one sample, and a model that can't tell two apart need not
 
     def __post_init__(self) -> None:
         model_checks.check_model(self.recipe, self.args, self.facts)

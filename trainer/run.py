@@ -324,14 +324,7 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
     dataset = args.dataset if given.train is None else given.train
     shapes = shapes_of(dataset, args.reads)
     check_records(args, shapes)
-    if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
-        return job
-    try:
-        return replace(job, args=replace(args, isolate_documents=True))
-    except UserError:
-        if args.packing:
-            raise
-        return job  # a row is one sample, and a model that can't tell two apart need not
+    return job.for_records(shapes)
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:

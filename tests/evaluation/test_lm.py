@@ -140,12 +140,22 @@ def test_an_adapter_is_measured_on_top_of_its_model_and_the_table_is_the_harness
         ({"include_path": "/nowhere"}, "no such folder"),
         ({"output_path": "/nowhere/r.json"}, "no folder that can be written"),
         ({"max_length": 4000, "tasks": "broken"}, "can't be read"),
+        ({"apply_chat_template": True}, "no chat template"),
+        ({"tasks": "sums,answers"}, "num_beams"),
     ],
 )
 def test_what_can_not_be_measured_is_refused_before_a_weight_is_read(here, wrong, said):
     (here / "tasks" / "broken.yaml").write_text(
         "task: broken\ndataset_path: json\ndataset_kwargs:\n  data_files: /no\n"
     )
+    sums = (here / "tasks" / "sums.yaml").read_text().replace("sums\n", "answers\n").split("metric_list")[0]
+    (here / "tasks" / "answers.yaml").write_text(
+        sums.replace("multiple_choice", "generate_until") + "generation_kwargs:\n  num_beams: 2\n  until: ['.']\n"
+    )
+    (here / "bare").mkdir(exist_ok=True)
+    for path in (here / "model").glob("*.json"):  # and no weights
+        (here / "bare" / path.name).write_bytes(path.read_bytes())
+    wrong = {"model": str(here / "bare"), **wrong}
     with pytest.raises(UserError) as refused:
         evaluation_command.run(options(here, **wrong), Console(quiet=True))
     assert said in str(refused.value)
@@ -179,5 +189,11 @@ def test_generated_texts_are_those_of_the_harness_own_model(here, ours):
     assert expected != whole
     assert ours.generate_until(requests) == expected
     assert len(set(whole)) == 3
+    # a chat model's turn ends with another token than its tokenizer's: the generation config names both
+    ends = [byte_tokenizer().eos_token_id, *byte_tokenizer().encode(word)]
+    model.generation_config.eos_token_id, options["until"] = ends, ["\n\n"]
+    model.generation_config.save_pretrained(here / "model")
+    assert [text.removesuffix(word) for text in lm.generate_until(requests, disable_tqdm=True)] == expected
+    assert ours.generate_until(requests) == expected
     with pytest.raises(UserError, match="num_beams"):
         ours.generate_until([SimpleNamespace(args=("One", options | {"num_beams": 2}))])

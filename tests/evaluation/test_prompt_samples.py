@@ -12,7 +12,7 @@ from shardwright.report.escapes import escaped
 from tests.support.browser import Browser
 from tests.support.lives import TINY, Lives, write_text
 
-PROMPTS = ["1 plus 1 makes", "2 times"]
+PROMPTS = ["1 plus 1 makes", "2 times", "3 times 4 makes 12, and " * 8 + "so"]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def test_each_evaluation_writes_its_answers_down_and_changes_nothing_else(runs):
     assert losses(runs / "sampled") == losses(runs / "plain")
     log = (runs / "sampled.log").read_text()
     assert f"step 4: {json.dumps(found[-1]['answer'], ensure_ascii=False)}" in log
+    assert "samples: 1 of 3 prompts lose their beginning: they are over 16 tokens" in log
     assert answers(runs / "rest") == found
     assert not (runs / "plain" / "samples.jsonl").exists()
 

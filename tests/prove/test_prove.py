@@ -16,6 +16,7 @@ from shardwright import Mesh, Recipe, Shard
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.hlo.text import parse
 from shardwright.errors import UserError
+from shardwright.inputs import RunInputs
 from shardwright.job import Job
 from shardwright.models.tiny import shrunk
 from shardwright.objectives import OBJECTIVES
@@ -23,10 +24,11 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.prove import certificate, layouts
 from shardwright.prove.batches import apart, make_batches
 from shardwright.prove.formulas import FORMULAS
-from shardwright.prove.prove_command import NOT_PROVED, certify, prove
+from shardwright.prove.prove_command import NOT_PROVED, certify, prove, run_job
 from shardwright.prove.reference_optimizers import REFEREES
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
 from shardwright.prove.trajectory import Difference
+from shardwright.run import _for_samples
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
@@ -206,6 +208,9 @@ def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_m
         num_hidden_layers=2, hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2
     )
     assert "none" in str(certificate.said_of(resolved(config=wide)))
+    for asked in (TrainingArguments(recipe="mixtral_ep", **options) for options in ({}, {"packing": False})):
+        trained = _for_samples(Job.resolve(asked, lambda: 8), RunInputs())
+        assert certificate.subject_of(run_job(asked, 8)) == certificate.subject_of(trained), "a run finds its proof"
     assert "none" in str(certificate.said_of(resolved(devices=4))), "its proof is on a mesh whose fsdp axis is 1"
     certificate.write(certificate.subject_of(run), {**content, "versions": {"torch": "2.0"}}, "")
     assert "torch 2.9" in str(certificate.said_of(run))

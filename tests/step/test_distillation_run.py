@@ -208,6 +208,15 @@ def test_teachers_that_cannot_teach_are_refused_by_name(folder: Path) -> None:
     assert "a vocabulary of 272 tokens" in refused(folder, teacher_top_k=273)
     assert "to be trained on the dataset" in refused(folder, tokenizer=None)
     assert "no file" in refused(folder, teacher="./absent")
+    for files, words in (
+        (("adapter_config.json",), "an adapter's folder"),
+        (("manifest.json", "config.json"), "a run's c"),
+    ):
+        (folder / words).mkdir()
+        for name in files:
+            (folder / words / name).write_text("{}")
+        assert f"found:   {words}" in (said := refused(folder, teacher=str(folder / words)))
+        assert ("--output FOLDER --merge`" in said) is ("adapter" in words)
     assert "they hold nothing that a teacher said" in refused(folder, teacher=None)
     half = f"{folder / 'data.jsonl'}:0.5"
     assert "a mixture of datasets" in refused(folder, dataset=f"{half},{half}")

@@ -110,6 +110,10 @@ def test_a_repository_without_weights_in_the_hubs_format_is_refused_before_any_i
     hub.new(ID).commit(tmp_path / "made")
     with pytest.raises(UserError, match=r"neither model.safetensors nor [\s\S]* consolidated.safetensors"):
         opened(ID)
+    for name in ("manifest.json", "tensors.json"):  # a run's checkpoint
+        (tmp_path / "made" / name).write_text("{}")
+    with pytest.raises(UserError, match=r"export --checkpoint .*made --output FOLDER` writes"):
+        opened(str(tmp_path / "made"))
     assert hub.asked == ["config.json"]
 
 

@@ -23,6 +23,8 @@ folder = Path(sys.argv[1])
 def case(before, devices):
     if before == "open":
         torch_xla._XLAC._xla_get_runtime_devices()
+    if before == "torchrun":
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
     if before == "backward":
         torch.ones(1, requires_grad=True).sum().backward()
     args = TrainingArguments(recipe="llama_fsdp", model=str(folder / "config.json"), sequence_length=32)
@@ -33,7 +35,7 @@ def case(before, devices):
     except UserError as error:
         return f"{error.asked}: {error.found}"
 
-for before, devices in (("", 8), ("open", 8), ("", 1), ("backward", 8)):
+for before, devices in (("", 8), ("open", 8), ("", 1), ("backward", 8), ("torchrun", 8)):
     sys.stdout.flush()
     if os.fork() == 0:
         print(case(before, devices), flush=True)
@@ -70,6 +72,10 @@ def test_a_job_for_another_number_of_devices_is_refused(outcomes: list[str]) -> 
 
 def test_a_backward_that_came_before_the_devices_is_an_error_that_says_so(outcomes: list[str]) -> None:
     assert outcomes[3].startswith("to compute gradients on the devices: a backward() of this process before they were")
+
+
+def test_one_of_several_processes_of_a_launcher_is_refused(outcomes: list[str]) -> None:
+    assert outcomes[4].endswith("a program of which one process drives all devices of a host")
 
 
 ABORTED = """

@@ -10,6 +10,7 @@ from rich.console import Console
 from shardwright.errors import UserError, did_you_mean
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.hosts.hosts import hosts
+from shardwright.job import Job
 from shardwright.report.lines import Terminal, say, waiting
 
 
@@ -18,7 +19,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
 
     Raises UserError for options that can't be, tasks that are unknown or whose data can't be read, or no lm_eval.
     """
-    from shardwright.evaluation.lm import LM  # first: its error says that there is no lm_eval
+    from shardwright.evaluation.lm import LM, generation_options  # first: its error says that there is no lm_eval
 
     # isort: split
     from lm_eval import simple_evaluate
@@ -30,8 +31,15 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     if options.output_path is not None:
         _check_writable(options.output_path)
     with waiting(console, "reading the tasks …"):
-        manager, tasks = _load_tasks(options)
-    placed, tokenizer = open_model(options, console)
+        manager, tasks, leaves = _load_tasks(options)
+
+    def check(job: Job) -> None:
+        """Refuse a task that can't be answered before the weights are read, and not behind hours of the others."""
+        for task in leaves:
+            if task.OUTPUT_TYPE == "generate_until":
+                generation_options(task.config.generation_kwargs or {}, job.args.sequence_length)
+
+    placed, tokenizer = open_model(options, console, check)
     console.quiet = console.quiet or not hosts().first
     lm = LM(placed, tokenizer, console)
     results: Any = simple_evaluate(
@@ -58,8 +66,8 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     return results
 
 
-def _load_tasks(options: EvaluationArguments) -> tuple[Any, list[Any]]:
-    """The harness's task manager, and the tasks and groups that ``--tasks`` names, with their data."""
+def _load_tasks(options: EvaluationArguments) -> tuple[Any, list[Any], list[Any]]:
+    """The harness's task manager; the tasks and groups that ``--tasks`` names, with their data; each task of them."""
     from lm_eval.tasks import TaskManager
 
     if options.include_path is not None and not os.path.isdir(options.include_path):
@@ -69,7 +77,7 @@ def _load_tasks(options: EvaluationArguments) -> tuple[Any, list[Any]]:
             why="tasks of your own are YAML files in a folder",
             instead="the path of that folder",
         )
-    manager, found = TaskManager(include_path=options.include_path, include_defaults=False), []
+    manager, found, leaves = TaskManager(include_path=options.include_path, include_defaults=False), [], []
     if any(name not in manager.all_tasks for name in options.task_names):
         manager = TaskManager(include_path=options.include_path)  # the harness's own too, which take a while to list
     for name in options.task_names:
@@ -89,8 +97,9 @@ def _load_tasks(options: EvaluationArguments) -> tuple[Any, list[Any]]:
                 why="the task or its data can't be read",
                 instead="network to the hub or its cache, and in a task of your own the keys that the harness knows",
             ) from error
+        leaves += loaded["tasks"].values()
         found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
-    return manager, found
+    return manager, found, leaves
 
 
 def _check_writable(path: str) -> None:

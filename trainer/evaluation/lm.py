@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.data.from_arguments import stop_tokens
 from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 from shardwright.evaluation.decoders import build_generator
@@ -116,12 +117,12 @@ class LM(TemplateLM):
         """The text behind each context, up to the first of its ``until``; rows of one kind go together."""
         kinds: defaultdict[tuple[GenerationShape, Sampling], list[int]] = defaultdict(list)
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
-        options = [self._generation(request.args[1]) for request in requests]
+        options = [generation_options(request.args[1], self.max_length) for request in requests]
         for number, (new, sampling, _) in enumerate(options):
             prompt = bucket(len(contexts[number]), self.max_length - new)
             shape = GenerationShape(self.rows(prompt + new, self.job.row_shards), prompt, new)
             kinds[shape, sampling].append(number)
-        found = [""] * len(requests)
+        found, stops = [""] * len(requests), stop_tokens(self.job.args, self.job.config) | {self.eot_token_id}
         todo = [
             (shape, sampling, numbers[first : first + shape.rows])
             for (shape, sampling), numbers in sorted(kinds.items(), key=lambda kind: -kind[0][0].prompt)
@@ -132,26 +133,11 @@ class LM(TemplateLM):
             prompts = [contexts[number] for number in numbers]
             if (shape, sampling) not in self.generators:
                 self.generators[shape, sampling] = build_generator(self.placed, shape, sampling)
-            answers = self.generators[shape, sampling](prompts, {self.eot_token_id}, ended=ended)
+            answers = self.generators[shape, sampling](prompts, stops, ended=ended)
             for number, tokens in zip(numbers, answers, strict=True):
                 found[number] = postprocess_generated_text(self._text(tokens), options[number][2], None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, found[number])
         return found
-
-    def _generation(self, asked: dict[str, Any]) -> tuple[int, Sampling, list[str]]:
-        """A request's most new tokens, their sampling, and the words that end them."""
-        given = dict(normalize_gen_kwargs(asked, _NEW_TOKENS))
-        new, until, samples = given.pop("max_gen_toks"), given.pop("until"), given.pop("do_sample")
-        temperature, top_p = given.pop("temperature", 1.0), given.pop("top_p", 1.0)
-        sampling = Sampling(temperature, top_p) if samples else Sampling()
-        if given or not 0 < new < self.max_length or not 0 < sampling.top_p <= 1:
-            raise UserError(
-                asked=f"a generating task with {asked}",
-                found=f"{', '.join(given) or f'{new} new tokens, top_p {sampling.top_p}'}, rows of {self.max_length}",
-                why="here a text is generated with until, max_gen_toks, do_sample, temperature and top_p, in one row",
-                instead="a task with these, and --max_length above its max_gen_toks",
-            )
-        return new, sampling, [word for word in until if word]
 
     def _ended(self, untils: list[list[str]]) -> Callable[[int, list[int]], bool]:
         """Whether the tokens of a row hold one of the words that end it."""
@@ -194,6 +180,22 @@ class LM(TemplateLM):
     def rows(self, length: int, shards: int) -> int:
         """Rows of ``length`` tokens of a batch: as many as hold the tokens of the job's, a multiple of ``shards``."""
         return max(1, self.job.evaluation_rows * self.max_length // (shards * length)) * shards
+
+
+def generation_options(asked: dict[str, Any], longest: int) -> tuple[int, Sampling, list[str]]:
+    """A request's most new tokens, their sampling, and its last words; UserError: not in rows of ``longest`` tokens."""
+    given = dict(normalize_gen_kwargs(asked, _NEW_TOKENS))
+    new, until, samples = given.pop("max_gen_toks"), given.pop("until"), given.pop("do_sample")
+    temperature, top_p = given.pop("temperature", 1.0), given.pop("top_p", 1.0)
+    sampling = Sampling(temperature, top_p) if samples else Sampling()
+    if given or not 0 < new < longest or not 0 < sampling.top_p <= 1:
+        raise UserError(
+            asked=f"a generating task with {asked}",
+            found=f"{', '.join(given) or f'{new} new tokens, top_p {sampling.top_p}'}, rows of {longest}",
+            why="here a text is generated with until, max_gen_toks, do_sample, temperature and top_p, in one row",
+            instead="a task with these, and --max_length above its max_gen_toks",
+        )
+    return new, sampling, [word for word in until if word]
 
 
 def bucket(tokens: int, longest: int) -> int:

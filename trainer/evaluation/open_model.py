@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ from shardwright.xla.runtime import device_count, init_runtime
 LONGEST = 4096  # tokens of a row by default, where the model has positions for more
 
 
-def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedModel, PreTrainedTokenizerBase]:
-    """The model of ``options``, placed as its recipe says, and its tokenizer.
+def open_model(
+    options: EvaluationArguments, console: Console, check: Callable[[Job], None] = lambda job: None
+) -> tuple[PlacedModel, PreTrainedTokenizerBase]:
+    """The model of ``options``, placed as its recipe says, and its tokenizer; ``check`` may refuse what it is for.
 
     Raises UserError if there are no such weights, or recipe, model, adapter and tokenizer don't go together.
     """
@@ -50,6 +53,14 @@ def open_model(options: EvaluationArguments, console: Console) -> tuple[PlacedMo
         saved.check_model(job.adapted, job.config)
     tokenizer = _tokenizer(options, saved, base)
     check_vocabulary(tokenizer, job.config.get_text_config().vocab_size)
+    if options.apply_chat_template and tokenizer.chat_template is None:
+        raise UserError(
+            asked="--apply_chat_template",
+            found=f"no chat template with the tokenizer {tokenizer.name_or_path}",
+            why="it says how messages become text",
+            instead="--tokenizer with the hub id or the folder of one that has it, or no --apply_chat_template",
+        )
+    check(job)
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {mesh_text(job.plan.mesh)}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")

@@ -44,6 +44,9 @@ class Samples:
         read = [prompt_tokens(prompt, tokenizer) for prompt in read_prompts(str(args.sample_prompts))]
         self.texts, self.prompts = [text for text, _ in read], [tokens for _, tokens in read]
         self.shape = shape_of(job, [len(tokens) for tokens in self.prompts])
+        if cut := sum(len(tokens) > self.shape.prompt for tokens in self.prompts):
+            most = f"{self.shape.prompt} tokens (--sequence_length)"
+            say(console, f"samples: {cut} of {len(self.prompts)} prompts lose their beginning: they are over {most}")
         self.stops = stop_tokens(args, job.config) | {tokenizer.eos_token_id}
         self.entries = [] if resume is None else earlier_answers(resume.folder.parent, resume.step)
         self.generator: Generator | None = None

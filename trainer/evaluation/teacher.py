@@ -7,10 +7,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint import manifest
 from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.evaluation.column_rows import not_one_dataset
-from shardwright.files.hub_names import holds_tokenizer, is_hub_name
+from shardwright.files.hub_names import ADAPTER_CONFIG, holds_tokenizer, is_hub_name
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO
 from shardwright.layout.mesh import SEQUENCE
@@ -47,6 +48,16 @@ def teacher_job(student: Job) -> Job:
     Raises UserError if it can't run on these devices, or the vocabularies have too few tokens.
     """
     args = student.args
+    there = Path(model_path(os.path.expanduser(str(args.teacher))))
+    saved, adapter = (there / manifest.MANIFEST).is_file(), (there / ADAPTER_CONFIG).is_file()
+    if saved or (adapter and not (there / "config.json").is_file()):
+        raise _refused(
+            str(args.teacher),
+            f"{'an adapter' if adapter else 'a run'}'s {'checkpoint' if saved else 'folder'}",
+            "a teacher is a whole model in the hub's format",
+            f"--teacher FOLDER, once `{command('export')} --checkpoint CHECKPOINT --output FOLDER"
+            f"{' --merge' * adapter}` has written it",
+        )
     dtype, parts = student.recipe.compute.dtype, student.plan.sequence
     found = TrainingArguments(
         model=model_path(os.path.expanduser(str(args.teacher))),

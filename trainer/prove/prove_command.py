@@ -37,13 +37,7 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
     """
     started = time.monotonic()
     check_provable(args)
-    if args.dataset is None:  # the proof's tokens are random, so an objective on other records needs none either
-        texts = any(shape.is_text for shape in args.reads)
-    else:
-        texts = all(shape.is_text for shape in shapes_of(args.dataset, args.reads))
-    if not texts:
-        args = dataclasses.replace(args, isolate_documents=True)  # as a run does
-    run = Job.resolve(args, lambda: devices)
+    run = run_job(args, devices)
     small = small_job(run)
     say(
         console,
@@ -60,6 +54,15 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
         collectives = layouts.collectives(program, small.job.plan.mesh)
         notes += layouts.summed_twice(program, small.job.plan.mesh)
     return certify(small, found, notes, collectives, time.monotonic() - started, console)
+
+
+def run_job(args: TrainingArguments, devices: int) -> Job:
+    """The job of the run that is proved; raises as :func:`prove`."""
+    if args.dataset is None:  # the proof's tokens are random, so an objective on other records needs none either
+        shapes = [shape for shape in args.reads if shape.is_text] or args.reads
+    else:
+        shapes = shapes_of(args.dataset, args.reads)
+    return Job.resolve(args, lambda: devices).for_records(shapes)
 
 
 def certify(

@@ -9,7 +9,7 @@ from typing import IO
 import torch
 from safetensors import safe_open
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.files.hub_names import ADAPTER_CONFIG, ADAPTERS_MODEL
 from shardwright.files.safetensors_file import LARGEST, read_header
 from shardwright.weights.names import first_names
@@ -83,6 +83,12 @@ def no_weights(asked: str, place: str, there: Collection[str]) -> UserError:
     instead = f"one with {WEIGHTS}, or with {INDEX} and the files that it names"
     if ADAPTER_CONFIG in there:
         why, instead = "they may be an adapter's, which is trained beside a model", ADAPTERS_MODEL
+    if {"manifest.json", "tensors.json"} <= {*there}:
+        merge = " --merge" if ADAPTER_CONFIG in there else ""
+        why = (
+            "a run's checkpoint holds the state that its run goes on from (--resume_from_checkpoint), device by device"
+        )
+        instead = f"the folder that `{command('export')} --checkpoint {asked} --output FOLDER{merge}` writes"
     if any(file.endswith(GGUF) for file in there):
         instead += "; or one of its GGUF files, on this machine: --model FOLDER/FILE.gguf"
     found = f"neither {WEIGHTS} nor {INDEX} {place}, but {first_names(weights or there)}"

@@ -37,8 +37,9 @@ def init_runtime() -> str:
     compiler gets the chip's flags (:data:`shardwright.xla.chips.FLAGS`) beside the user's.
 
     Raises:
-        UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of devices that are open already; the
-            devices cannot be opened; torch counted none before; or the job's hosts did not come together.
+        UserError: a launcher started several processes on this host; CPU_NUM_DEVICES is not a number from 1 to 127, or
+            not that of devices that are open already; the devices cannot be opened; torch counted none before; or the
+            job's hosts did not come together.
     """
     kind = _prepare()
     count = _open(kind)
@@ -146,6 +147,7 @@ def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
 
 def _prepare() -> str:
     """Sets flags and threads for the devices that will be opened, and returns their kind."""
+    _check_alone()
     if (found := _chip_on_the_bus()) is not None:  # libtpu reads the flags once; the user's win
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         library = installed()
@@ -170,6 +172,19 @@ def _prepare() -> str:
     if not xr.is_spmd():  # a second call would warn
         xr.use_spmd()
     return kind
+
+
+def _check_alone() -> None:
+    """Refuse to be one of several processes that a launcher started on this host: each would be a whole run."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # of torchrun and `accelerate launch`; of deepspeed
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise UserError(
+                asked=f"one of {count} processes on this host ({name}, as torchrun, accelerate and deepspeed set it)",
+                found="a program of which one process drives all devices of a host",
+                why="each of them would be the whole run again",
+                instead="the command itself, `python scripts/train.py …`, once on each host",
+            )
 
 
 def _open(kind: str) -> int:
