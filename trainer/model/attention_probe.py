@@ -196,9 +196,10 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
     config = AutoConfig.for_model(**written)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
-    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in written.items()}
-    for key in beside:
-        narrow[key] = _joined(narrow[key], text.hidden_size, factor)
+    narrow = {
+        key: _joined(value, text.hidden_size, factor) if key in beside else _narrower(value, factor, key)
+        for key, value in written.items()
+    }
     config = AutoConfig.for_model(**narrow)
     model = build(config)
     if experts_modules(model):
