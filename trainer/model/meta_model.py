@@ -239,8 +239,9 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
             why="training predicts the next token",
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
-    own, decoder = config.architectures or (), transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if config.is_encoder_decoder and own and decoder.__name__ not in own:  # one of them would be lost
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
+    own, decoder = config.architectures, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if config.is_encoder_decoder and own and decoder not in own:  # one of them would be lost
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
             found=f"{own[0]} is an encoder and a decoder",
