@@ -57,8 +57,9 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"topk_group", 1),
     (r".*lora_rank|.*_rank", 16),
     (r"sliding_window(_size)?|attention_chunk_size|window_size|attention_window_size|local_attention", 8),
-    (r"(mamba_)?chunk_size|block_size", 8),
+    (r"(mamba_)?chunk_size|(index_)?block_size|floor_scale", 8),
     (r"index_topk", 8),
+    (r"index_topk_blocks", 2),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 128),
 ]
 

@@ -28,6 +28,8 @@ LEAK: dict[str, dict[str, Any]] = {
     "falcon": TINY,  # an attention of its own
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},  # positions by ALiBi
     "lfm2": TINY | {"layer_types": ["conv", "full_attention"]},  # a convolution
+    # blocks of keys, counted from the row's first; of the real size, of which a row of the trial has not one
+    "minimax_m3_vl_text": TINY | EXPERTS | {"head_dim": 16, "layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "expand": 2, "n_groups": 1},
 }
 

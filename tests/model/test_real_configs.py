@@ -112,6 +112,8 @@ def test_a_size_given_as_a_number_of_numpy_or_torch_builds_as_in_transformers() 
 def test_the_text_part_of_an_encoder_and_decoder_is_refused() -> None:
     with pytest.raises(UserError, match="T5Gemma2ForConditionalGeneration is an encoder and a decoder"):
         ModelFacts(config_of({"model_type": "t5gemma2"}))
+    with pytest.raises(UserError, match="BartForConditionalGeneration is an encoder and a decoder"):
+        ModelFacts(config_of({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}))
 
 
 def test_a_tower_of_a_package_that_is_not_there_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.recipe import Compute, Recipe
-from shardwright.model.attention_probe import leak, our_attention
+from shardwright.model.attention_probe import leak, mixes_in_order, our_attention
 from shardwright.model.facts import facts_of
 from shardwright.models.attention import portable as portable_kernel
 from shardwright.models.attention.attention_interface import MASKED, NAME, choose, masks_without_reads
@@ -108,7 +108,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama4_text",
         NAME,
         {"head_dim": 8, "attention_chunk_size": 5, "layer_types": ["chunked_attention", "full_attention"]}
-        | {"num_local_experts": 2, "intermediate_size_mlp": 48},
+        | {"num_local_experts": 2, "intermediate_size_mlp": 48, "floor_scale": 7, "no_rope_layers": [1, 0]},
     ),
     "values of their own width": ("deepseek_v3", NAME, LATENT | {"first_k_dense_replace": 1}),
     "sinks and windows": ("gpt_oss", NAME, WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -181,6 +181,10 @@ def test_documents_stay_apart(case: str) -> None:
     config, name = config_of(case)
     found = leak(facts_of(config), name)
     assert (found is not None) == (case == "chunks")  # a chunk begins where the row's does, not the document's
+
+
+def test_a_temperature_by_position_is_that_of_each_token_where_a_row_is_cut_into_pieces() -> None:
+    assert mixes_in_order(facts_of(config_of("chunks")[0])) is None
 
 
 def test_an_indexer_runs_on_xla_in_one_execution_without_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,9 @@ _HEAD = 16  # the narrowest head of the small model
 _VOCABULARY = 64
 _WIDTH = re.compile(r"(size|dim|rank|width|d_model|d_ff|d_kv|n_embd|n_inner)$")
 MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
-_REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")  # how far back a token sees
+# how far back a token sees, in what pieces of a row, and from where on its position counts
+_REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_(topk|kpool|block_size)|^floor_scale)$")
+_INTO_TEXT = re.compile(r"(^|_)(out|text)_\w*(size|dim)$")  # of a part beside the text: the width that the text takes
 _NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 
 
@@ -194,7 +196,10 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
     config = AutoConfig.for_model(**written)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
-    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in written.items()}
+    narrow = {
+        key: _joined(value, text.hidden_size, factor) if key in beside else _narrower(value, factor, key)
+        for key, value in written.items()
+    }
     config = AutoConfig.for_model(**narrow)
     model = build(config)
     if experts_modules(model):
@@ -218,6 +223,16 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
 def _all_to_one(experts: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A module's arguments with all tokens routed to the first expert: all are alike, and one product does for all."""
     return tuple(a if torch.is_floating_point(a) else torch.zeros_like(a) for a in args)
+
+
+def _joined(beside: Any, width: int, factor: int) -> Any:
+    """The values of a part ``beside`` a text of that ``width``, with what it hands to the text as narrow as the text.
+
+    Some families check that they are equal.
+    """
+    values = beside.items() if isinstance(beside, dict) else ()
+    into = {name: width // factor for name, value in values if value == width and _INTO_TEXT.search(name)}
+    return {**beside, **into} if into else beside
 
 
 def _factor(config: PretrainedConfig) -> int:

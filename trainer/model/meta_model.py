@@ -239,6 +239,15 @@ def meta_model(config: PretrainedConfig, train_mtp: bool = False) -> PreTrainedM
             why="training predicts the next token",
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
+    own, decoder = config.architectures, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if config.is_encoder_decoder and own and decoder not in own:  # one of them would be lost
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found=f"{own[0]} is an encoder and a decoder",
+            why="training predicts the next token of one text, and has no second one to encode",
+            instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
+        )
     build = AutoModelForCausalLM.from_config
     model = _on_meta(mtp.builder(build) if train_mtp else build, config)
     # families that can be encoders mark their layers; the config's own `is_decoder` is false in some decoders too
