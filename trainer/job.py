@@ -222,6 +222,10 @@ class Job:
     def tokens(self) -> int:
         return self.rows * self.args.sequence_length
 
+    def training_flops(self, length: int) -> float | None:
+        """`ModelFacts.training_flops` of a step on rows of ``length`` tokens, with the adapter if there is one."""
+        return self.facts.training_flops(self.rows, length, self.lora)
+
     def fingerprint(self) -> dict[str, str]:
         """Texts that must be equal on all hosts, or they would wait for each other for ever: arguments, code, …"""
         own = ("output_dir", "staging_dir")  # the first host chooses the output folder; staging is each host's own
