@@ -36,7 +36,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def resolved(**options: object) -> Job:
-    args = TrainingArguments(recipe="llama_fsdp", compute="remat=auto", max_steps=1, **options)
+    args = TrainingArguments(**{"recipe": "llama_fsdp", "compute": "remat=auto", "max_steps": 1} | options)
     return Job.resolve(args, lambda: 8)
 
 
@@ -55,6 +55,20 @@ def test_an_answer_holds_for_its_job_and_chip_alone(job):
     for damage in ("", "{", json.dumps({"share": "much"}), json.dumps({"share": 7}), "[]"):
         path.write_text(damage)
         assert answer(job, "v5p")[0] == "full"
+
+
+@pytest.mark.parametrize(
+    ("plain", "other"),
+    [
+        ({"objective": "distill"}, {"teacher_top_k": 128}),
+        ({"recipe": "mixtral_ep"}, {"router_z_loss_coef": 1e-3}),
+        ({"recipe": "mixtral_ep"}, {"router_balance_coef": 1e-3}),
+    ],
+)
+def test_an_answer_holds_for_as_many_values_of_a_token_alone(job, plain, other):
+    keep_answer(resolved(**plain), "v5p", 0.5)
+    assert answer(resolved(**plain), "v5p")[0] == 0.5
+    assert answer(resolved(**plain, **other), "v5p")[0] == "full"
 
 
 def test_what_is_found_takes_the_place_of_auto(job):
