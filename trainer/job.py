@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -114,6 +114,11 @@ class Job:
     def lora(self) -> Lora | None:
         """The weights that LoRA adapts; None: the whole model is trained."""
         return lora_options.lora_of(self.args, self.facts)
+
+    @property
+    def adapter_held(self) -> dict[str, Any]:
+        """What the folder of ``--adapter`` says of its factors, for a cache's key; empty without one."""
+        return asdict(self.lora) if self.args.adapter is not None and self.lora is not None else {}
 
     @property
     def rows_needed(self) -> dict[str, int]:

@@ -137,4 +137,5 @@ def _path(job: Job, chip: str) -> Path:
     args = job.args.as_dict()
     content = [job.recipe.as_dict(), job.config.to_dict(), {name: args[name] for name in _COUNTED}, job.devices, chip]
     content += ["MTP layers"] if job.args.train_mtp else []  # which a config has, trained or not
+    content += [job.adapter_held] if job.adapter_held else []
     return cache_path() / "remat" / f"{digest(json.loads(json.dumps(content, default=str)))}.json"
