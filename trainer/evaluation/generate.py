@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -111,9 +112,13 @@ class Generator:
         return found
 
     def answers(self, prompts: Sequence[Sequence[int]], stops: Collection[int], *, seed: int = 0) -> list[list[int]]:
-        """The tokens behind each of any number of prompts, as many at a time as there are rows."""
-        pieces = (prompts[first : first + self.shape.rows] for first in range(0, len(prompts), self.shape.rows))
-        return [tokens for piece in pieces for tokens in self(piece, stops, seed=seed)]
+        """The tokens behind each of any number of prompts; each has draws of its own."""
+        answers: list[list[int]] = []
+        while len(answers) < len(prompts):
+            # the first rows' draws are those of `seed` itself
+            own = int(np.random.SeedSequence([seed, len(answers)]).generate_state(1)[0]) if answers else seed
+            answers += self(prompts[len(answers) :][: self.shape.rows], stops, seed=own)
+        return answers
 
     def _run(self, prompts: Sequence[Sequence[int]] | None, uniform: torch.Tensor) -> torch.Tensor:
         """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
