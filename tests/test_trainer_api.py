@@ -27,7 +27,16 @@ from shardwright.inputs import resolve
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import lora_of
-from shardwright.step.eval_metrics import Predictions, metric_names
+from shardwright.step.eval_metrics import (
+    CORRECT,
+    IDS,
+    LOG_PROBS,
+    OWN,
+    Measures,
+    Predictions,
+    metric_names,
+    token_values,
+)
 from shardwright.weights.hub_push import push_folder
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.fork_server import run
@@ -430,6 +439,23 @@ def test_what_a_lora_config_says_that_is_not_done_here_is_refused_by_name(fields
 def test_metrics_that_no_device_can_add_up_are_refused_with_what_to_return(returned, words):
     with pytest.raises(UserError, match=f"{words}(.|\n)*name.*sum, count"):
         metric_names(returned, 8, 32, 304)
+
+
+@pytest.mark.parametrize("name", ["loss", "perplexity"])
+def test_a_metric_that_would_replace_what_best_means_is_refused(name):
+    with pytest.raises(UserError, match=f"own_{name}"):
+        metric_names(lambda batch: {name: (batch.mask.sum(), 1)}, 8, 32, 304)
+
+
+def test_a_metrics_name_replaces_nothing_else_in_the_graph():
+    """Also where the names are those of the graph's own values."""
+    names = (CORRECT, IDS, LOG_PROBS)
+    measures = Measures(lambda batch: {name: (batch.mask.sum(), 2) for name in names}, names)
+    logits, labels = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.int64)
+    found, own = measures(logits, labels), token_values(logits, labels)
+    assert not set(own) & set(found)
+    assert torch.equal(found[CORRECT], Measures()(logits, labels)[CORRECT])
+    assert [found[OWN + name].tolist() for name in names] == [[6.0, 2.0]] * 3
 
 
 # ---- the hub ----

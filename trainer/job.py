@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -130,6 +130,11 @@ class Job:
     def lora(self) -> Lora | None:
         """The weights that LoRA adapts; None: the whole model is trained."""
         return lora_options.lora_of(self.args, self.facts)
+
+    @property
+    def adapter_held(self) -> dict[str, Any]:
+        """What the folder of ``--adapter`` says of its factors, for a cache's key; empty without one."""
+        return asdict(self.lora) if self.args.adapter is not None and self.lora is not None else {}
 
     @property
     def rows_needed(self) -> dict[str, int]:
@@ -252,6 +257,10 @@ class Job:
     @functools.cached_property
     def tokens(self) -> int:
         return self.rows * self.args.sequence_length
+
+    def training_flops(self, length: int) -> float | None:
+        """`ModelFacts.training_flops` of a step on rows of ``length`` tokens, with the adapter if there is one."""
+        return self.facts.training_flops(self.rows, length, self.lora)
 
     def fingerprint(self) -> dict[str, str]:
         """Texts that must be equal on all hosts, or they would wait for each other for ever: arguments, code, …"""

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ import jax
 import jax.memory
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from shardwright.compile import libtpu
 from shardwright.compile.libtpu import CompileTarget, compile_for
 from shardwright.compile.lowered_graph import Argument, LoweredGraph
 from shardwright.errors import UserError
+from shardwright.models.ops.jax_call import mlir
 from shardwright.xla.chips import FLAGS
+from shardwright.xla.libtpu_library import Library
 from tests.support.captured import captured_step
 from tests.support.fork_server import Forked
 from tests.support.tpu_compiler import needs_libtpu
@@ -78,6 +81,33 @@ def test_a_small_step_compiles_with_its_layout_and_its_donation_and_the_second_t
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(damaged))
     with pytest.raises(AssertionError, match="compiled again"):
         compile_for(step, CompileTarget("v5e:2x4"))
+
+
+def test_a_kernel_with_other_code_is_compiled_again_and_one_from_another_line_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(kernel: Callable[[Any, Any], None]) -> LoweredGraph:
+        x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        traced = jax.jit(pl.pallas_call(kernel, x)).trace(x)
+        version = mlir.LoweringParameters(for_export=True)
+        hlo = traced.lower(lowering_platforms=("tpu",), _private_parameters=version).compiler_ir("hlo")
+        argument = Argument("x", "weights", x.shape, "float32", (None, None), None)
+        return LoweredGraph(hlo.as_serialized_hlo_module_proto(), (argument,), ((None, None),), {"data": 1}, 1)
+
+    def double(x: Any, out: Any) -> None:
+        out[...] = x[...] * 2.0
+
+    def twice(x: Any, out: Any) -> None:
+        out[...] = x[...] * 2.0
+
+    def half(x: Any, out: Any) -> None:
+        out[...] = x[...] * 0.5
+
+    twice.__name__ = half.__name__ = "double"
+    library = Library(tmp_path, "1")
+    first, same, other = (libtpu._key(step(kernel), {}, library) for kernel in (double, twice, half))
+    assert first == same
+    assert first != other
 
 
 @needs_libtpu

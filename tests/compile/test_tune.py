@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 from rich.console import Console
 
 from shardwright.arguments.command_line import parse
@@ -249,18 +250,25 @@ def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
-@pytest.mark.parametrize("changed", ["config.json", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "compile_timeout"])
+@pytest.mark.parametrize(
+    "changed", ["config.json", "adapter", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "compile_timeout"]
+)
 def test_tune_begins_anew_where_the_answers_may_be_others(taking, monkeypatch, tmp_path, changed):
     values, library = dict(load_recipe("mixtral_ep").model), tmp_path / "libtpu.so"
     (tmp_path / "config.json").write_text(json.dumps(values))
     library.write_text("")
     monkeypatch.setattr("shardwright.compile.search.tune.shipped_recipes", lambda: ())
     asked, args = asked_of(monkeypatch, landscape(taking)), dataclasses.replace(ARGS, model=f"{tmp_path}/config.json")
+    if changed == "adapter":
+        LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+        args = dataclasses.replace(args, adapter=str(tmp_path / "adapter"))
     run(args, tune=60)
     tried = asked.count(TRAIN_STEP)
     asked.clear()
     if changed == "config.json":  # a file of the same name
         (tmp_path / "config.json").write_text(json.dumps({**values, "intermediate_size": 2 * 1024}))
+    elif changed == "adapter":
+        LoraConfig(r=64, target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
     elif changed != "compile_timeout":  # a flag, or another compiler
         monkeypatch.setenv(changed, str(library) if changed == "TPU_LIBRARY_PATH" else "--xla_tpu_a_flag=1")
     more = {"compile_timeout": 9000} if changed == "compile_timeout" else {}  # what took too long may not now

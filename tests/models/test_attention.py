@@ -21,6 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from shardwright.models.attention import portable as portable_kernel
 from shardwright.models.attention.attention_interface import Attention
 from shardwright.models.ops.randomness import drawing
+from shardwright.prove.trajectory import relative
 from tests.support.kernels import without_kernel
 
 B, H, K, S, D = 4, 4, 2, 70, 16
@@ -86,10 +87,6 @@ def output_and_gradients(function, inputs, device="cpu", **options) -> list[torc
     results = [out, *torch.autograd.grad(out, used, grad_out)]
     torch_xla.sync()
     return [t.detach().cpu() for t in results]
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 
 
 CASES: dict[str, dict[str, Any]] = {

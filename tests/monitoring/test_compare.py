@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +59,9 @@ def test_what_a_run_does_not_tell_is_left_open_and_the_first_speed_is_left_out(t
     assert [run.name for run in runs] == [str(tmp_path / "x" / "run"), str(tmp_path / "y" / "run")]
     assert differences(runs) == []
     assert last_rows(runs)[0][1:] == ("6", "4.4000", "4.1000", "3.9000 at step 2", "4,000", "–", "–")
+    empty = [{"step": 0, "eval_loss": math.nan}]  # an evaluation of nothing
+    again = [dataclasses.replace(run, log=[*empty, *run.log]) for run in runs]
+    assert last_rows(again) == last_rows(runs)
 
 
 def test_a_run_under_way_is_read_from_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from shardwright.prove.reference_optimizers import REFEREES
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
 from shardwright.prove.trajectory import Difference
 from shardwright.run import _for_samples
+from tests.support.cases import relative
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
@@ -48,6 +49,11 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   ROOT %second = f32[8]{0} all-reduce(%same), replica_groups=GROUPS, to_apply=%add
 }
 """
+
+
+def test_a_nan_in_any_tensor_is_the_largest_difference() -> None:
+    one = torch.ones(2)
+    assert relative({"first": one, "last": one * torch.nan}, {"first": one, "last": one}) == (float("inf"), "last")
 
 
 @pytest.fixture(autouse=True)

@@ -181,4 +181,4 @@ def test_vllm_itself_does_what_was_recorded_and_gives_transformers_logits(tmp_pa
     assert json.loads(run("record_vllm.py"))["families"] == {family: RECORDED[family] for family in families}
     differences = [float(line.split()[-1]) for line in run("logits_vllm.py").splitlines()]
     assert len(differences) == 2
-    assert max(differences) < 1e-5
+    assert all(each < 1e-5 for each in differences)  # not their largest: a NaN need not be that

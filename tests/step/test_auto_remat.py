@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from rich.console import Console
 from transformers import TrainerState
 
@@ -17,6 +18,7 @@ from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.monitoring.run_page import RunPage
+from shardwright.prove import certificate
 from shardwright.step.auto_remat import LayerValue, answer, is_auto, keep_answer, layer_values, with_remat
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
@@ -36,7 +38,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def resolved(**options: object) -> Job:
-    args = TrainingArguments(recipe="llama_fsdp", compute="remat=auto", max_steps=1, **options)
+    args = TrainingArguments(**{"recipe": "llama_fsdp", "compute": "remat=auto", "max_steps": 1} | options)
     return Job.resolve(args, lambda: 8)
 
 
@@ -55,6 +57,32 @@ def test_an_answer_holds_for_its_job_and_chip_alone(job):
     for damage in ("", "{", json.dumps({"share": "much"}), json.dumps({"share": 7}), "[]"):
         path.write_text(damage)
         assert answer(job, "v5p")[0] == "full"
+
+
+@pytest.mark.parametrize(
+    ("plain", "other"),
+    [
+        ({"objective": "distill"}, {"teacher_top_k": 128}),
+        ({"recipe": "mixtral_ep"}, {"router_z_loss_coef": 1e-3}),
+        ({"recipe": "mixtral_ep"}, {"router_balance_coef": 1e-3}),
+    ],
+)
+def test_an_answer_holds_for_as_many_values_of_a_token_alone(job, plain, other):
+    keep_answer(resolved(**plain), "v5p", 0.5)
+    assert answer(resolved(**plain), "v5p")[0] == 0.5
+    assert answer(resolved(**plain, **other), "v5p")[0] == "full"
+
+
+def test_an_answer_and_a_certificate_hold_for_an_adapter_of_what_its_folder_says(job, tmp_path):
+    def adapted(rank):
+        LoraConfig(r=rank, target_modules=["q_proj"]).save_pretrained(tmp_path)
+        return resolved(adapter=str(tmp_path))
+
+    keep_answer(adapted(4), "v5p", 0.5)
+    key = certificate.subject_of(adapted(4)).key
+    assert answer(adapted(4), "v5p")[0] == 0.5
+    assert answer(adapted(64), "v5p")[0] == "full"
+    assert certificate.subject_of(adapted(64)).key != key
 
 
 def test_what_is_found_takes_the_place_of_auto(job):

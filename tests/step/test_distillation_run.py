@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.rows.batches import as_batch
+from shardwright.data.rows.rows import StoredRows
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
 from shardwright.evaluation.teacher_rows import TaughtCorpus, TaughtRows
@@ -108,6 +110,14 @@ def test_each_scored_target_has_what_the_plain_teacher_says_of_it(folder: Path, 
                 assert found[:, -1] == pytest.approx(np.log1p(-np.exp(found[:, TOP:-1]).sum(-1)), abs=1e-3)
     with pytest.raises(UserError, match="compares with a teacher"):
         loop.evaluate({"other": train.plain})
+
+
+def test_what_it_said_of_rows_is_not_read_for_the_same_tokens_in_rows_of_another_length() -> None:
+    tokens = np.arange(128)
+    made = [Dataset.from_dict({"input_ids": tokens.reshape(-1, length).tolist()}) for length in (16, 32)]
+    rows = [TaughtRows(StoredRows(each), TEACHER, 2 * TOP + 1) for each in made]
+    assert [each.targets for each in rows] == [8 * 15, 4 * 31]
+    assert rows[0].content != rows[1].content
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import scores_texts
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.prove import trajectory
 from shardwright.prove.sharded import unstacked
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_step import EvalStep
@@ -182,12 +183,9 @@ def reference_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], *, ro
 
 
 def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference (2-norm) of any tensor, and its name."""
+    """The largest relative difference (2-norm) of any tensor, infinite for a NaN, and its name."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return max(
-        (((ours[k].double() - theirs[k].double()).norm() / theirs[k].double().norm().clamp_min(1e-30)).item(), k)
-        for k in theirs
-    )
+    return max((trajectory.relative(ours[k], theirs[k]), k) for k in theirs)
 
 
 def after_steps(case: Case, steps: int, **more: Any) -> tuple[float, str]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright.layout.stacking import layer_names
 from shardwright.models.layers.decoder_layers import DecoderLayers, stack_layers, wrap_layers
+from shardwright.prove.trajectory import relative
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 8, 16
 
@@ -184,15 +185,8 @@ def compare(seed: int, *, scan: bool, remat: str | float) -> tuple[float, str, l
             else [gradient.cpu()]
         )
         ours |= dict(zip(names, parts, strict=True))
-    worst, where = max((_difference(ours[name], expected[name]), name) for name in expected)
+    worst, where = max((relative(ours[name], expected[name], 1e-6), name) for name in expected)
     return worst, where, [name for name, _ in layers.named_children()]
-
-
-def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
-    if ours is None or theirs is None:
-        known = ours if theirs is None else theirs
-        return 0.0 if known is None or not known.any() else float("inf")
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-6)).item()
 
 
 def main() -> None:

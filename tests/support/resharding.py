@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ class Resharding:
         other = self._run(resumed, f"{whole.name}-{hash(resumed)}", "--resume_from_checkpoint", path)
         expected, found = _losses(whole), _losses(other)
         assert len(expected) == len(found) == STEPS
-        return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+        found_off = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+        return math.inf if any(map(math.isnan, found_off)) else max(found_off)
 
     def _run(self, setting: Setting, name: str, *more: object) -> Path:
         output = self.folder / name

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from shardwright import TrainingArguments, UserError
-from shardwright.upstream.model_card import Card, may_write
+from shardwright.upstream.model_card import Card, last_metrics, may_write
 
 
 def card(**more: Any) -> Card:
@@ -41,6 +41,14 @@ def test_what_a_caller_says_wins(tmp_path):
     assert str(tmp_path.parent) not in text
     with pytest.raises(UserError, match="colour"):
         card().text("mine", colour="red")
+
+
+def test_the_numbers_are_those_of_every_held_out_set():
+    """Each set has a log entry; the best weights are evaluated at the last step once more."""
+    before, last = [{"eval_a_loss": 3.0, "step": 1}], [{"eval_a_loss": 2.0, "step": 2}, {"eval_b_loss": 5.0, "step": 2}]
+    again = [{"loss": 1.0, "step": 2}, {"eval_a_loss": 1.5, "step": 2}, {"train_runtime": 1.0, "step": 2}]
+    assert last_metrics([*before, *last, *again]) == {"eval_a_loss": 1.5, "eval_b_loss": 5.0}
+    assert last_metrics([{"loss": 1.0, "step": 1}]) == {}
 
 
 def test_a_readme_of_somebodys_own_stays():

@@ -174,7 +174,8 @@ def test_a_config_of_another_kind_of_adapter_is_refused(tmp_path, values, found)
 @pytest.mark.parametrize("name", TABLE)
 def test_pefts_adapter_is_read_and_written_with_pefts_logits(name):
     there, back, moved = adapters.measured(*adapters.CASES[name])
-    assert max(there, back) < adapters.TOLERANCE
+    assert there < adapters.TOLERANCE  # each by itself: max() may drop a NaN
+    assert back < adapters.TOLERANCE
     assert moved > 0.01
 
 

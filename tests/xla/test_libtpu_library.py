@@ -50,8 +50,10 @@ def test_a_library_of_no_package_is_told_from_another_by_size_and_date(
     assert find_library().version != first.version
     assert find_library().path == built
     built.unlink()
-    with pytest.raises(UserError, match="unset TPU_LIBRARY_PATH"):
-        find_library()
+    for missing in (built, tmp_path):  # a folder can't be loaded either
+        monkeypatch.setenv("TPU_LIBRARY_PATH", str(missing))
+        with pytest.raises(UserError, match="unset TPU_LIBRARY_PATH"):
+            find_library()
 
 
 def test_a_folder_without_a_library_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class CompileJob:
             libtpu=options.libtpu,
         )
         expected = Expected(
-            model_flops=job.facts.training_flops(job.rows, job.args.sequence_length, job.lora),
+            model_flops=job.training_flops(job.args.sequence_length),
             exchange=crossed[0] if crossed else None,
             tokens=job.tokens,
             efficiency=options.efficiency,

@@ -5,6 +5,7 @@ folder of files that it leaves is kept in the cache, under a key of all its inpu
 time, so it is never older than the code.
 """
 
+import base64
 import gzip
 import hashlib
 import importlib.metadata
@@ -26,12 +27,13 @@ from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, is_whole, publish
 from shardwright.files.scratch import scratch_folder
 from shardwright.layout.partition import PartitionSpec, axes_of
-from shardwright.models.ops.jax_call import jax, xla_client
+from shardwright.models.ops.jax_call import jax, mlir, xla_client
 from shardwright.xla.chips import find_topology
 from shardwright.xla.libtpu_library import Library, find_library
 
 _FORMAT = 5  # part of the cache's key: raise it when the compiling process leaves other files, or other names in them
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
+_KERNEL = re.compile(r'(?<="custom_call_config": \{"body": ")[A-Za-z0-9+/=]+')  # of Pallas: MLIR in base64
 _CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
@@ -103,12 +105,20 @@ def _key(lowered: LoweredGraph, request: dict[str, Any], library: Library) -> st
     # Without metadata: it names our files and lines, which change when the step does not.
     # Semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1.
     options = xla_client._xla.HloPrintOptions.short_parsable()
-    options.print_large_constants = True
+    options.print_large_constants = options.print_backend_config = True  # the latter has kernels' code
     try:
-        key.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
+        text = xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options)
+        key.update(_KERNEL.sub(_kernel_text, text).encode())
     except RuntimeError:  # no HLO: the compiling process will say so
         key.update(lowered.hlo)
     return key.hexdigest()[:32]
+
+
+def _kernel_text(code: re.Match[str]) -> str:
+    """A kernel's operations, without the names of our files and lines that its code has too."""
+    with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True
+        return str(mlir.ir.Module.parse(base64.b64decode(code[0])).operation.get_asm(enable_debug_info=False))
 
 
 def _compile(

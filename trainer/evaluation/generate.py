@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -111,9 +112,10 @@ class Generator:
         return found
 
     def answers(self, prompts: Sequence[Sequence[int]], stops: Collection[int], *, seed: int = 0) -> list[list[int]]:
-        """The tokens behind each of any number of prompts, as many at a time as there are rows."""
+        """The tokens behind each of any number of prompts; each has draws of its own."""
         pieces = (prompts[first : first + self.shape.rows] for first in range(0, len(prompts), self.shape.rows))
-        return [tokens for piece in pieces for tokens in self(piece, stops, seed=seed)]
+        found = (self(piece, stops, seed=seed_of(seed, number)) for number, piece in enumerate(pieces))
+        return [tokens for answers in found for tokens in answers]
 
     def _run(self, prompts: Sequence[Sequence[int]] | None, uniform: torch.Tensor) -> torch.Tensor:
         """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
@@ -121,6 +123,11 @@ class Generator:
         if prompts is None:
             return decoder.guards[-1].run({"uniform": uniform}, lambda batch: decoder.next(uniform))[TOKEN]
         return decoder.guards[0].run({"uniform": uniform}, lambda batch: decoder.begin(prompts, uniform))[TOKEN]
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of call ``number`` of several, of which one prompt may be in each; the first has ``seed`` itself."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0]) if number else seed
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from shardwright.data.from_arguments import stop_tokens
 from shardwright.data.samples.template_trial import try_template
 from shardwright.errors import UserError
 from shardwright.evaluation.decoders import build_generator
-from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
+from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, seed_of
 from shardwright.evaluation.score_step import ScoreStep
 from shardwright.models.ops.labels import IGNORE
 from shardwright.report.bars import tracked
@@ -128,12 +128,13 @@ class LM(TemplateLM):
             for (shape, sampling), numbers in sorted(kinds.items(), key=lambda kind: -kind[0][0].prompt)
             for first in range(0, len(numbers), shape.rows)
         ]
-        for shape, sampling, numbers in tracked(self.console, "texts", todo, len(todo)):
+        for call, (shape, sampling, numbers) in enumerate(tracked(self.console, "texts", todo, len(todo))):
             ended = self._ended([options[number][2] for number in numbers])
             prompts = [contexts[number] for number in numbers]
             if (shape, sampling) not in self.generators:
                 self.generators[shape, sampling] = build_generator(self.placed, shape, sampling)
-            answers = self.generators[shape, sampling](prompts, stops, ended=ended)
+            generator = self.generators[shape, sampling]
+            answers = generator(prompts, stops, seed=seed_of(0, call), ended=ended)
             for number, tokens in zip(numbers, answers, strict=True):
                 found[number] = postprocess_generated_text(self._text(tokens), options[number][2], None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, found[number])

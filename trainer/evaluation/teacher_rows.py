@@ -63,7 +63,7 @@ class TaughtRows(ColumnRows):
         for columns in rows.rows_to_count():
             counts.append(_scored(columns).sum(-1))
             for name, values in sorted(columns.items()):
-                content.update(name.encode() + np.ascontiguousarray(values, dtype="<i4").tobytes())
+                content.update(f"{name} {values.shape}".encode() + np.ascontiguousarray(values, "<i4").tobytes())
         self.starts, self.content = np.concatenate(counts).cumsum(), content.hexdigest()
 
     @property

@@ -112,5 +112,5 @@ class RunLog:
 
     def _least_seconds(self, length: int) -> float | None:
         """Seconds of a step's model FLOPs, on rows of ``length`` tokens, at all devices' peak; None: not known."""
-        kind, flops = chip(), self.job.facts.training_flops(self.job.rows, length)
+        kind, flops = chip(), self.job.training_flops(length)
         return None if kind is None or flops is None else flops / (self.job.devices * kind.flops)

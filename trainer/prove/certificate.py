@@ -48,6 +48,8 @@ def subject_of(job: Job) -> Subject:
         for name, value in job.args.as_dict().items()
         if name not in _OTHER and value != defaults[name] and value != ""
     }
+    if job.adapter_held:
+        options["adapter"] = digest([json.dumps(job.adapter_held, default=str)])  # wherever it is
     if options.get("gradient_accumulation_steps"):
         options["gradient_accumulation_steps"] = 2  # several; a run that goes on elsewhere may have another number
     values = config.to_dict()

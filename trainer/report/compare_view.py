@@ -1,5 +1,6 @@
 """Several runs over one another, as one HTML page that loads nothing."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -49,7 +50,7 @@ def last_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for run in runs:
         held = points_of(run.log, next(iter(heldout_keys(run.log, "loss")), ""))
-        best = min(held, key=lambda point: point[1], default=None)
+        best = min((point for point in held if not math.isnan(point[1])), key=lambda point: point[1], default=None)
         rates = [value for _, value in points_of(run.log, "tokens_per_second")][1:]
         rows.append(
             (

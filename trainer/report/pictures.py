@@ -12,6 +12,7 @@ from shardwright.report.chart import HEIGHT, LEFT, WIDTH, Point, Style, svg_char
 from shardwright.report.expert_load import BUSIEST, ExpertLoad, labelled
 from shardwright.report.heat_map import shaded
 from shardwright.report.html import THEME, render
+from shardwright.report.set_names import set_names
 
 LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
 UNIGRAM = "unigram model"
@@ -19,9 +20,9 @@ UNIGRAM = "unigram model"
 
 def heldout_keys(log_history: Sequence[Mapping[str, Any]], what: str) -> dict[str, str]:
     """Log key of ``what`` (loss, accuracy) → words for a person, for each held-out set, in order."""
-    found = dict.fromkeys(key for entry in log_history for key in entry if re.fullmatch(rf"eval_(\w+_)?{what}", key))
-    names = {key: key.removeprefix("eval_").removesuffix(what).strip("_") for key in found}
-    return {key: f"held out: {name}" if name else "held out" for key, name in names.items()}
+    names = {f"eval_{name}{what}": name.strip("_") for entry in log_history for name in set_names(entry)}
+    given = {key for entry in log_history for key in entry}
+    return {key: f"held out: {name}" if name else "held out" for key, name in names.items() if key in given}
 
 
 def points_of(log: Sequence[Mapping[str, Any]], key: str) -> list[Point]:

@@ -1,6 +1,5 @@
 """A run on the terminal: its live line, its log lines and its closing table."""
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import TrainerCallback
 from shardwright.report.bars import step_bar, times
 from shardwright.report.goodput import WHAT
 from shardwright.report.lines import say
+from shardwright.report.set_names import set_names
 from shardwright.report.units import size
 
 # log key → format for a person, or a function that gives the text
@@ -50,22 +50,24 @@ _FORMATS: dict[str, str | Callable[[Any], str]] = {
     "restarts": "{} restarts",
     **{f"seconds/{cause}": f"{{:,.1f}} s {what}" for cause, what in WHAT.items()},
 }
-_SET_METRIC = re.compile(r"eval_(\w+)_(loss|perplexity|accuracy)")
 
 
 def log_line(logs: Mapping[str, Any]) -> str:
     """A log entry as text: the name of a named set first, the values of compute_metrics last."""
     parts: dict[tuple[int, str], str] = {}
-    sets = dict.fromkeys(f"{found[1]}: " for key in logs if (found := _SET_METRIC.fullmatch(key)))
+    sets = [name for name in set_names(logs) if name]
+    kinds = {f"eval_{name}{what}": f"eval_{what}" for name in sets for what in ("loss", "perplexity", "accuracy")}
     order = list(_FORMATS)
     for key, value in logs.items():
-        kind = _SET_METRIC.sub(r"eval_\2", key)
+        kind = kinds.get(key, key)
         if value is not None and kind in _FORMATS:
             form = _FORMATS[kind]
             parts[order.index(kind), key] = form.format(value) if isinstance(form, str) else form(value)
         elif key.startswith("eval_") and type(value) is float:
             parts[len(order), key] = f"{key.removeprefix('eval_')} {value:.4g}"
-    return "".join(sets) + "  ".join(text for _, text in sorted(parts.items()))
+    return "".join(f"{name.removesuffix('_')}: " for name in sets) + "  ".join(
+        text for _, text in sorted(parts.items())
+    )
 
 
 class ProgressCallback(TrainerCallback):

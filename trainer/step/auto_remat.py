@@ -29,7 +29,8 @@ _COUNTED = (
     *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
     *("optim", "optim_args", "adapter", "rank_pattern", "exclude_modules", "layers_to_transform", "modules_to_save"),
     *("lora_dropout", "use_dora", "init_lora_weights", "trainable_token_indices"),
-    *("loss_type", "label_smoothing_factor", "z_loss", "neftune_noise_alpha"),
+    *("loss_type", "label_smoothing_factor", "z_loss", "neftune_noise_alpha", "teacher_top_k"),
+    *("router_z_loss_coef", "router_balance_coef"),
 )
 
 
@@ -136,4 +137,5 @@ def _path(job: Job, chip: str) -> Path:
     args = job.args.as_dict()
     content = [job.recipe.as_dict(), job.config.to_dict(), {name: args[name] for name in _COUNTED}, job.devices, chip]
     content += ["MTP layers"] if job.args.train_mtp else []  # which a config has, trained or not
+    content += [job.adapter_held] if job.adapter_held else []
     return cache_path() / "remat" / f"{digest(json.loads(json.dumps(content, default=str)))}.json"

@@ -18,6 +18,7 @@ from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.loss import CORRECT
 
 IDS, LOG_PROBS = "ids", "log_probs"
+OWN = "metric "  # begins a user's metric among the values of a graph, whatever its name
 
 
 class Predictions(NamedTuple):
@@ -34,6 +35,8 @@ class Predictions(NamedTuple):
     labels: Tensor
     mask: Tensor
 
+
+TAKEN = ("loss", "perplexity")  # no metric of one's own has these names; one called accuracy replaces that of tokens
 
 # name → (sum, count), two 0-d tensors; the metric is the sum of all sums over the sum of all counts
 ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[Tensor, Tensor | int]]]
@@ -54,7 +57,7 @@ class Measures:
             pairs = self.compute(predictions)
             for name in self.names:
                 both = [torch.as_tensor(n, device=logits.device).to(torch.float32) for n in pairs[name]]
-                found[name] = torch.stack(both)
+                found[OWN + name] = torch.stack(both)
         return found
 
 
@@ -105,12 +108,23 @@ def metric_names(compute: ComputeMetrics | None, rows: int, length: int, vocabul
     for name, pair in pairs.items():
         if not isinstance(name, str) or not name:
             raise _refused(f"the name {name!r:.80}, {a_type(name)}")
+        if name in TAKEN:
+            raise _taken(name)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise _refused(f"{name!r} is {a_type(pair)}", pair)
         for what, value in zip(("sum", "count"), pair, strict=True):
             if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)):
                 raise _refused(f"the {what} of {name!r} is {a_type(value)}", value)
     return tuple(pairs)
+
+
+def _taken(name: str) -> UserError:
+    return UserError(
+        asked="compute_metrics",
+        found=f"a metric with the name {name!r}",
+        why=f"eval_{name} is the evaluation's own: it would be replaced, and with it what `best` means",
+        instead=f'another name, such as "own_{name}"; compute_loss_func is for a loss of your own',
+    )
 
 
 def _refused(found: str, value: Any = None) -> UserError:

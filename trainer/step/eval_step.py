@@ -12,7 +12,7 @@ from shardwright.errors import UserError
 from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.step.eval_metrics import CORRECT, IDS, LOG_PROBS, Measures, token_values
+from shardwright.step.eval_metrics import CORRECT, IDS, LOG_PROBS, OWN, Measures, token_values
 from shardwright.step.placed_model import PlacedModel
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
@@ -100,7 +100,7 @@ class EvalStep:
         loss, recorded = self.loss(parameters, batch, share, training=False, measure=measure, by_counts=counts)
         total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
         counted = torch.stack([total, scored, recorded[CORRECT]])
-        return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
+        return torch.cat([counted, *(recorded[OWN + name] for name in self.measures.names)]), recorded
 
     def _read(self, sums: Tensor) -> Evaluation:
         total, tokens, correct, *pairs = sums.cpu().tolist()

@@ -1,7 +1,7 @@
 """A model card: the README.md of a model folder, with its metadata as the hub reads it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -97,6 +97,12 @@ class Card:
         known = {each.name: each.default for each in fields(TrainingArguments) if each.name not in left_out}
         values = {name: value for name, value in self.args.as_dict().items() if name in known}
         return {name: _shown(value) for name, value in values.items() if value != known[name]}
+
+
+def last_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the last evaluation found on each held-out set, which has a log entry of its own."""
+    told = [(entry["step"], key, value) for entry in history for key, value in entry.items() if key.startswith("eval_")]
+    return {key: value for step, key, value in told if step == told[-1][0]}
 
 
 def may_write(text: bytes | None) -> bool:

@@ -12,7 +12,7 @@ from shardwright.files.folder import Folder, as_json
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.versions import versions
 from shardwright.report.lines import say
-from shardwright.upstream.model_card import FILE, Card, may_write
+from shardwright.upstream.model_card import FILE, Card, last_metrics, may_write
 from shardwright.upstream.processes import Accelerator
 from shardwright.weights.hub_push import push_folder
 
@@ -130,12 +130,10 @@ class Outputs:
         if not hosts().first:
             return
         job, history = self.loop.job, self.loop.state.log_history
-        told = [{key: value for key, value in entry.items() if key.startswith("eval_")} for entry in history]
-        metrics: dict[str, float] = next(filter(None, reversed(told)), {})
         held = self._given.model  # whose config says where it was loaded from
         base = job.base or (None if held is None else held.config.name_or_path) or None
         mesh, adapter = job.plan.mesh, job.lora is not None
-        card = Card(job.args, job.recipe.name, mesh, base, adapter, metrics, versions())
+        card = Card(job.args, job.recipe.name, mesh, base, adapter, last_metrics(history), versions())
         text = card.text(folder.name if folder.name != "model" else self.loop.folder.name, **said)
         if may_write(folder.read(FILE) if folder.is_file(FILE) else None):
             folder.write(FILE, text.encode())

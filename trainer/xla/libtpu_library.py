@@ -30,7 +30,7 @@ def find_library(asked: str | None = None) -> Library:
     """
     if asked is None:
         given = os.environ.get("TPU_LIBRARY_PATH")
-        if given and not os.path.exists(given):
+        if given and not os.path.isfile(given):
             raise UserError(
                 asked=f"TPU_LIBRARY_PATH={given}",
                 found="no such file",

@@ -89,6 +89,7 @@ class Tuning:
         # what files of these names hold, and the compiler
         job, library = CompileJob.of(args, self.options).job, find_library(options.libtpu)
         held = [job.recipe.as_dict(), job.config.to_dict(), library.version, os.environ.get("LIBTPU_INIT_ARGS")]
+        held += [job.adapter_held] if job.adapter_held else []
         key = digest([json.dumps([asked, held], default=str), code_digest()])
         self.path = cache_root() / "tuned" / f"{key}.json"
         self.tried: dict[Setting, Trial] = {}
