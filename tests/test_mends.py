@@ -226,7 +226,7 @@ COMMANDS: dict[str, tuple[dict[str, object], str]] = {
     "LoRA's target misspelt": ({"lora_r": 8, "lora_target": "q_prj"}, "did you mean 'q_proj'"),
     "LoRA beside an adapter": ({"lora_r": 8, "adapter": "text"}, "an adapter says itself what it is"),
     "a frozen base without an adapter": ({"base_dtype": "int8"}, "without an adapter all weights are trained"),
-    "codes of no known kind": ({"base_dtype": "int4", "lora_r": 8}, "'int4' is none of the known ones"),
+    "codes of no known kind": ({"base_dtype": "int3", "lora_r": 8}, "'int3' is none of the known ones"),
     "a row of one token": ({"sequence_length": 1}, "a row needs a token and its target"),
     "epochs of a stream": (
         {"num_train_epochs": 2, "max_steps": None, "streaming": True},
@@ -276,6 +276,7 @@ OTHERS = (
     "output",
     "mount",
     "image",
+    "checkpoint",
     "merge",
     "format",
     "key_format",

@@ -40,12 +40,13 @@ def test_the_same_prompt_many_times_has_other_answers_beyond_the_rows_at_a_time_
 def test_repeats_of_a_harness_task_have_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in self-consistency, whose vote is among many answers to one question."""
     monkeypatch.setattr(lm, "build_generator", lambda placed, shape, sampling: Generator(Drawn(), shape))
+    monkeypatch.setattr(lm, "stop_tokens", lambda args, config: set())
     made: Any = object.__new__(lm.LM)
     vars(made).update(
         tok_encode=lambda text: [1, 2],
         tokenizer=SimpleNamespace(eos_token_id=-1, decode=lambda tokens, **_: str(tokens)),
         rows=lambda length, shards: 2,
-        job=SimpleNamespace(row_shards=1),
+        job=SimpleNamespace(row_shards=1, args=None, config=None),
         placed=None,
         console=Console(quiet=True),
         max_length=64,

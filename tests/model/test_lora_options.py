@@ -47,7 +47,7 @@ def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
         ({"lora_r": 0}, "it is the rank of two factors"),
         ({"lora_r": 4, "adapter": "somewhere"}, "an adapter says itself what it is"),
         ({"lora_r": 4, "adapter_format": "gguf"}, "one of peft, per_expert"),
-        ({"lora_r": 4, "base_dtype": "int4"}, "one of float32, bfloat16, int8"),
+        ({"lora_r": 4, "base_dtype": "int3"}, "one of float32, bfloat16, int8"),
         ({"base_dtype": "int8"}, "without an adapter all weights are trained"),
         ({"lora_dropout": 0.1}, "without a rank all weights are trained"),
         ({"lora_r": 4, "lora_dropout": 1.0}, "it is a probability"),
