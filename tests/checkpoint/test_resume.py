@@ -150,7 +150,7 @@ def test_other_options_are_taken_and_said_and_another_model_is_refused(lives, pl
     log, path = place / "other.log", whole / "checkpoint-20"
     more = ["--resume_from_checkpoint", path, "--learning_rate", "1e-9", "--save_strategy", "no"]
     assert lives.run(log, *arguments(place, place / "other", *more)) == 0, log.read_text()
-    assert "--learning_rate 1e-09 (it was None)" in log.read_text()
+    assert "--learning_rate 1e-09 (it was not given)" in log.read_text()
     assert losses(place / "other")[-1][3] < 1e-9
     assert losses(place / "other")[:4] == losses(whole)[:4]
     (place / "wide.json").write_text(json.dumps({**json.loads((place / "config.json").read_text()), "hidden_size": 32}))
