@@ -50,7 +50,19 @@ from shardwright.step.build import evaluation_step
 from tests.support import crossing
 
 STEPS, SAVED = 6, 4  # of a run; of the checkpoint that is gone on from
-CLOCK = ("runtime", "per_second", "seconds", "flos", "time", "memory", "save", "compile", "goodput", "train_loss")
+CLOCK = (
+    "runtime",
+    "per_second",
+    "seconds",
+    "flos",
+    "time",
+    "memory",
+    "save",
+    "compile",
+    "goodput",
+    "restarts",
+    "train_loss",
+)
 SECONDS = 600  # of a case
 TOGETHER = 8  # cases of a process
 NEUTRAL = {  # options → values with which they do nothing

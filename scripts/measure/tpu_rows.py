@@ -203,7 +203,10 @@ TABLES: dict[str, dict[str, str]] = {
         for topology in ("v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2")
     }
     | {
-        "capacity 1.25, int8, v5e:2x2": step("mixtral_ep", _MIXTRAL, "v5e:2x2", 1, _LORA, _CAPACITY, _INT8),
+        f"capacity 1.25, int8, {topology}": step("mixtral_ep", _MIXTRAL, topology, 1, _LORA, _CAPACITY, _INT8)
+        for topology in ("v5e:2x2", "v6e:2x2")
+    }
+    | {
         "dropless, v6e:2x2": step("mixtral_ep", _MIXTRAL, "v6e:2x2", 1, _LORA),
     },
     "lora_published": {  # frozen models as they are published: MXFP4, FP8 in blocks, INT4
