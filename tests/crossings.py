@@ -76,6 +76,10 @@ NEUTRAL = {  # options → values with which they do nothing
 }
 
 
+class SaysNothing(Exception):
+    """A relation that a run has no part in, such as a resume of a run without a checkpoint."""
+
+
 @dataclass
 class Life:
     """A run that ended: its loop, what it said, and its folder."""
@@ -105,14 +109,14 @@ def live(options: dict[str, Any], folder: Path) -> Life:
     return Life(loop, said.getvalue(), folder)
 
 
-# ---- relations: each returns what is wrong, or None; NotImplementedError: it says nothing of such a run ----
+# ---- relations: each returns what is wrong, or None; raises SaysNothing of a run that has no part in it ----
 
 
 def resumed(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
     """Stopped at a checkpoint and gone on with is never stopped."""
     folder, checkpoint = root / "resumed", whole.folder / f"checkpoint-{SAVED}"
     if not checkpoint.is_dir():
-        raise NotImplementedError
+        raise SaysNothing
     where = str(checkpoint)
     if draw.random() < 0.5:  # in its own folder
         shutil.copytree(whole.folder, folder, ignore=shutil.ignore_patterns("model", f"checkpoint-{STEPS}"))
@@ -132,7 +136,7 @@ def repeated(case: crossing.Case, whole: Life, root: Path, draw: random.Random) 
 def relaid(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
     """Another mesh, split of the batch, or layers one by one: the same within rounding."""
     if {"capacity", "noisy", "quantized"} & case.marks:
-        raise NotImplementedError
+        raise SaysNothing
     more = crossing.other_layout(case, draw)
     other = live({**case.options, **more}, root / "relaid")
     found = different(whole.history, other.history, rel=2e-3 if "rough" in case.marks else 2e-4)
@@ -143,9 +147,9 @@ def plain(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> 
     """Plain transformers, with PEFT's adapter, has the run's own held-out loss on the model that it wrote."""
     loop = whole.loop
     if {"loss_type", "f_divergence_type"} & case.options.keys():  # whose formulas the reference lacks
-        raise NotImplementedError
+        raise SaysNothing
     if "quantized" in case.marks or {"load_best_model_at_end", "from_scratch"} & case.options.keys():
-        raise NotImplementedError
+        raise SaysNothing
     close = 1e-2 if "rough" in case.marks else 2e-4
     model = crossing.plain_model(whole.folder / "model", case.options["model"], loop.job)
     for name, rows in loop.evaluator.sets.items():
@@ -164,7 +168,7 @@ def evaluated(case: crossing.Case, whole: Life, root: Path, draw: random.Random)
     loop, options = whole.loop, case.options
     apart = {"load_best_model_at_end", "from_scratch"} & options.keys()
     if loop.args.entry.scores_texts or loop.reference is not None or apart:
-        raise NotImplementedError
+        raise SaysNothing
     said = {k: v for k, v in whole.history[-1].items() if k.startswith("eval_")}
     given = {name: options[name] for name in ("recipe", "mesh", "compute", "base_dtype") if name in options}
     for place in (whole.folder / f"checkpoint-{STEPS}", whole.folder / "model"):
@@ -186,7 +190,7 @@ def exported(case: crossing.Case, whole: Life, root: Path, draw: random.Random) 
     """An export of the last checkpoint is the model folder that the run left."""
     checkpoint = whole.folder / f"checkpoint-{STEPS}"
     if not checkpoint.is_dir() or "load_best_model_at_end" in case.options:
-        raise NotImplementedError
+        raise SaysNothing
     saved = crossing.export(checkpoint, root / "exported")
     return None if saved == whole.weights else f"other files: {[*saved]} and {[*whole.weights]}"
 
@@ -195,9 +199,9 @@ def merged(case: crossing.Case, whole: Life, root: Path, draw: random.Random) ->
     """An adapter merged by export has the held-out loss of the adapter beside its base, in plain transformers."""
     checkpoint = whole.folder / f"checkpoint-{STEPS}"
     if whole.loop.job.lora is None or not checkpoint.is_dir() or {"quantized"} & case.marks:
-        raise NotImplementedError
+        raise SaysNothing
     if {"load_best_model_at_end", "from_scratch"} & case.options.keys():
-        raise NotImplementedError
+        raise SaysNothing
     crossing.export(checkpoint, root / "merged", "--merge", "--format", "fp32")
     rows = whole.loop.evaluator.first
     batch = as_batch(rows.read(torch.arange(len(rows)).numpy()))
@@ -218,7 +222,7 @@ def neutral(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -
     free = {k: v for k, v in NEUTRAL.items() if k not in case.options and crossing.means(k, case)}
     free.pop("max_grad_norm", None)
     if not free:
-        raise NotImplementedError
+        raise SaysNothing
     return different(whole.history, live({**case.options, **free}, root / "neutral").history)
 
 
@@ -226,12 +230,12 @@ def felt(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> s
     """A value other than the default changes something that is written or said."""
     axis = draw.choice([name for name, value in case.values.items() if value != crossing.first(name)] or [None])
     if axis is None:
-        raise NotImplementedError
+        raise SaysNothing
     without = crossing.Case({**case.values, axis: crossing.first(axis)}, case.bases)
     try:
         other = live(without.options, root / "felt")
     except UserError:
-        raise NotImplementedError from None
+        raise SaysNothing from None
     said = [[line for line in each.said.splitlines() if line.startswith("    ")] for each in (whole, other)]
     same = (whole.history, whole.weights, said[0]) == (other.history, other.weights, said[1])
     return f"{axis}={case.values[axis]} changes nothing" if same and axis not in crossing.SILENT else None
@@ -282,7 +286,7 @@ def examine(values: dict[str, str], bases: Path, root: Path, chosen: list[str], 
     for name in chosen:
         try:
             wrong = RELATIONS[name](case, whole, root, draw)
-        except NotImplementedError:
+        except SaysNothing:
             continue
         except UserError as error:
             wrong = f"refused: {error}"

@@ -133,7 +133,7 @@ class Job:
 
     @property
     def adapter_held(self) -> dict[str, Any]:
-        """What the folder of ``--adapter`` says of its factors, for a cache's key; empty without one."""
+        """The factors as the folder of ``--adapter`` describes them, for a cache's key; empty without one."""
         return asdict(self.lora) if self.args.adapter is not None and self.lora is not None else {}
 
     @property

@@ -167,7 +167,7 @@ def test_what_is_held_out_is_each_sources_own_and_the_notes_say_what_each_gives(
 def test_held_out_sets_are_made_into_rows_as_the_source_of_their_kind_and_others_are_refused(
     tmp_path: Path, streaming: bool
 ) -> None:
-    """Of texts and chats, mixed, sets of both can be held out, or of one; then the other source holds out nothing."""
+    """A mixture of texts and chats holds out sets of both kinds, or of one; the other source then holds out nothing."""
     more = {"talk": str(write_records(tmp_path / "talk.jsonl", chats(20, 5))), "word": str(tmp_path / "word.jsonl")}
     write_jsonl(tmp_path / "word.jsonl", TEXTS[200:])
     both = load(tmp_path, streaming=streaming, eval_dataset=more)

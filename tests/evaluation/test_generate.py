@@ -38,7 +38,7 @@ def test_the_same_prompt_many_times_has_other_answers_beyond_the_rows_at_a_time_
 
 
 def test_repeats_of_a_harness_task_have_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in self-consistency, whose vote is among many answers to one question."""
+    """Self-consistency votes among many answers to one question."""
     monkeypatch.setattr(lm, "build_generator", lambda placed, shape, sampling: Generator(Drawn(), shape))
     monkeypatch.setattr(lm, "stop_tokens", lambda args, config: set())
     made: Any = object.__new__(lm.LM)

@@ -1,4 +1,4 @@
-"""Which held-out sets a log entry is of, where a metric of one's own ends in a name that each set has."""
+"""The held-out sets of a log entry, where a metric of one's own ends in a name that each set has."""
 
 from __future__ import annotations
 

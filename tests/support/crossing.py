@@ -149,7 +149,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of TrainingArguments."""
+        """The case as fields of TrainingArguments."""
         given, bases = self.given, self.bases
         made = {k: v.format(bases=bases) if isinstance(v, str) else v for k, v in given.items()}
         made = {k: v for k, v in made.items() if not k.startswith("_")}
@@ -236,7 +236,7 @@ def other_layout(case: Case, draw: random.Random) -> dict[str, Any]:
 
 
 def means(option: str, case: Case) -> bool:
-    """Whether ``option`` is one that a run of ``case`` takes."""
+    """A run of ``case`` takes ``option``."""
     objective = case.options.get("objective", "sft")
     if option in ("z_loss", "label_smoothing_factor"):
         return objective == "sft"
@@ -273,7 +273,7 @@ def plain_loss(job: Job, model: PreTrainedModel, batch: Batch) -> float:
 
 
 def export(checkpoint: Path, output: Path, *more: str) -> dict[str, bytes]:
-    """What `scripts/export.py` writes of weights."""
+    """The weights that `scripts/export.py` writes."""
     words, sys.argv = sys.argv, ["export.py", "--checkpoint", str(checkpoint), "--output", str(output), *more]
     try:
         export_script.main()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 def set_names(entry: Iterable[str]) -> list[str]:
-    """What stands between ``eval_`` and ``loss`` for each set of an entry: ``code_``, or nothing for the only set.
+    """The part between ``eval_`` and ``loss`` for each set of an entry: ``code_``, or nothing for the only set.
 
     Each set has a loss; a metric of one's own that ends in it, such as ``eval_code_router_loss``, has that beside it.
     """

@@ -100,7 +100,7 @@ class Card:
 
 
 def last_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What the last evaluation found on each held-out set, which has a log entry of its own."""
+    """The last evaluation's metrics of every held-out set; each set has a log entry of its own."""
     told = [(entry["step"], key, value) for entry in history for key, value in entry.items() if key.startswith("eval_")]
     return {key: value for step, key, value in told if step == told[-1][0]}
 
