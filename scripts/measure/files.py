@@ -67,10 +67,12 @@ def load(recipe: str, rounds: int) -> Table:
             in_fresh_process(make_checkpoint, recipe, folder, form)
             size = sum(os.path.getsize(file) for file in _weight_files(folder))
             rows = _load_rows(recipe, folder, rounds)
-            beyond, largest, total = (count / 2**20 for count in in_fresh_process(load_memory, recipe, folder))
+            peaks = {way: in_fresh_process(load_memory, recipe, folder, way) for way in ("read", "placed")}
+            largest, total = (count / 2**20 for count in peaks["read"][1:])
         said.append(
-            f"host memory beyond what the devices hold, from {form}: peak {beyond:.0f} MiB; largest fused "
-            f"parameter {largest:.0f} MiB of {total:.0f}"
+            f"host memory from {form}: read {peaks['read'][0] / 2**20:.0f} MiB at most, placed on devices that are the "
+            f"host's too {peaks['placed'][0] / 2**20:.0f} beyond what they hold; largest fused parameter "
+            f"{largest:.0f} MiB of {total:.0f}"
         )
         table.add_section()
         table.add_row(f"{size / 1e6:,.0f} MB of {form}")
@@ -214,12 +216,12 @@ def load_seconds(recipe: str, folder: str, cold: bool) -> tuple[Seconds, Seconds
     return found[0], found[1]
 
 
-def load_memory(recipe: str, folder: str, whole: bool = False) -> tuple[int, int, int]:
+def load_memory(recipe: str, folder: str, way: str) -> tuple[int, int, int]:
     """Bytes of the peak of host memory while loading, beyond those that the (virtual) devices hold there; of the
     largest fused parameter; of all of them.
 
-    Another process watches anonymous memory only, as pages of mapped files can be dropped. If ``whole``, the whole
-    model is read first, as transformers' own loader does.
+    Another process watches anonymous memory only, as pages of mapped files can be dropped. ``way``: each parameter's
+    shards are "read" and dropped; they are "placed"; or the "whole" model is read before, as transformers' loader does.
     """
     from transformers import AutoModelForCausalLM
 
@@ -227,6 +229,7 @@ def load_memory(recipe: str, folder: str, whole: bool = False) -> tuple[int, int
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.place import place_parameters
     from shardwright.weights.weight_sources import Source, state_dict_weights
+    from shardwright.xla.sharding import shards_on_host
 
     job, mesh = _opened(recipe, folder)
     model, plan = copy.deepcopy(job.assembled), job.stored  # copying is no part of loading
@@ -235,16 +238,21 @@ def load_memory(recipe: str, folder: str, whole: bool = False) -> tuple[int, int
     watch = multiprocessing.get_context("spawn").Process(target=watch_memory, args=(os.getpid(), there))
     watch.start()
     here.recv()  # it is watching
-    if whole:
-        source: Source = state_dict_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    source: Source = open_hub_weights(folder, job.model)
+    copies = sum(plan.devices * p.bytes_per_device for p in plan.parameters)
+    if way == "read":
+        copies = 0
+        for entry in plan.parameters:
+            spec = plan.specs[entry.name][is_stacked(entry.name) :]
+            for name in plan.members(entry.name):
+                shards_on_host(name, source(name), mesh, spec, entry.dtype)
     else:
-        source = open_hub_weights(folder, job.model)
-    placed = place_parameters(model, plan, mesh, source)
+        if way == "whole":
+            source = state_dict_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+        assert place_parameters(model, plan, mesh, source).keys() == {p.name for p in plan.parameters}
     here.send("done")
     peak = here.recv()
     watch.join()
-    assert placed.keys() == {p.name for p in plan.parameters}
-    copies = sum(plan.devices * p.bytes_per_device for p in plan.parameters)
     layer = [p.dtype.itemsize * math.prod(p.shape[1:] if is_stacked(p.name) else p.shape) for p in plan.parameters]
     total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
     return peak - before - copies, max(layer), total

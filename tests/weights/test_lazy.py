@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from shardwright.weights.lazy_tensors import Lazy
 
@@ -80,3 +86,56 @@ def test_a_leaf_is_read_where_it_lies_without_a_copy():
     tensor = torch.randn(6, 8)
     part = Lazy.of(tensor).read((slice(2, 4), slice(0, 8)))
     assert part.data_ptr() == tensor[2:4].data_ptr()
+
+
+# ---- transformers' own operations ----
+
+
+class Sizes(SimpleNamespace):
+    """A config in which every size is 2."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Sizes() if name.endswith("config") else 2
+
+
+def operations(converter):
+    return [(type(each), str(sorted(vars(each).items()))) for each in converter.operations]
+
+
+def converters():
+    """A converter of each chain of operations in transformers' mappings, and the one that an export reverses it to."""
+    found = {}
+    for entry in itertools.chain(*conversion_mapping._build_checkpoint_conversion_mapping().values()):
+        if isinstance(entry, WeightConverter):
+            for each in (entry, entry.reverse_transform()):
+                found.setdefault(str((operations(each), len(each.source_patterns), len(each.target_patterns))), each)
+    return found
+
+
+def converted(converter, shape, count, wrapped):
+    converter, generator = copy.deepcopy(converter), torch.Generator().manual_seed(0)
+    for pattern in converter.source_patterns:
+        for index in range(count):
+            converter.add_tensor("x", f"{index}", pattern, wrapped(torch.randn(shape, generator=generator)))
+    found = converter.convert("x", model=None, config=Sizes())
+    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def test_every_operation_of_transformers_mappings_makes_the_same_of_lazy_tensors():
+    tried, known = set(), set()
+    for converter in converters().values():
+        known.update(kind for kind, _ in operations(converter))
+        for shape in ((8, 8), (8,), (4, 8, 8), (8, 6, 2, 2), (8, 24)):
+            for count in (1, 2):
+                try:
+                    expected = converted(converter, shape, count, lambda values: values)
+                except Exception:  # an operation on tensors of another shape or number
+                    continue
+                found = converted(converter, shape, count, Lazy.of)
+                assert found.keys() == expected.keys()
+                for name, values in expected.items():
+                    assert torch.equal(found[name].read(), values), (operations(converter), shape, name)
+                tried.update(kind for kind, _ in operations(converter))
+    assert {kind.__name__ for kind in known - tried} == {"Split"}  # whose sizes are a family's; "split" above

@@ -35,7 +35,7 @@ from shardwright.weights.formats.format import DEQUANTIZED, WIDE_FLOATS
 from shardwright.weights.formats.plain_weights import FormatError, PlainWeights, plain
 from shardwright.weights.hub_files import fetched
 from shardwright.weights.lazy_tensors import Lazy
-from shardwright.weights.mtp import is_mtp
+from shardwright.weights.mtp import mtp_names
 from shardwright.weights.names import NamesInFiles, dtype_name, first_names, parameter_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.weight_files import GGUF, files_in, open_file, refused, unreadable
@@ -174,11 +174,11 @@ class HubWeights:
             instead = f"all of the files, as they were published; or {_PLAIN}"
             raise refused(self.asked, f"{error} (in {files})", why, instead) from error
 
-    def _goes_without(self, name: str) -> bool:
-        """Whether the model has no part of this name, and its family says so."""
-        if self.mtp and is_mtp(name, self.model.config):
-            return mtp.is_copy(name, self.mtp)
-        return is_mtp(name, self.model.config) or not self._adjusted(set(), {name})[1]
+    def _goes_without(self, names: Set[str]) -> Set[str]:
+        """Those of ``names`` that the model has no part of, and its family says so."""
+        ahead = mtp_names(names, self.model.config)
+        copies = {name for name in ahead if not self.mtp or mtp.is_copy(name, self.mtp)}
+        return (names - self._adjusted(set(), names)[1] - ahead) | copies
 
     def _match(self) -> dict[str, Group]:
         """Groups the files' tensors by the first parameter that they become; one that becomes none is left over."""
@@ -198,8 +198,9 @@ class HubWeights:
         own, decoder = head_parameters(self.model), f"{self.model.base_model_prefix}."
         if not own or self.groups.keys() & set(own):
             return [], []
-        other = [name for name in self.groups if not name.startswith(decoder) and not is_mtp(name, self.model.config)]
-        return own, [tensor for name in other for _, tensor in self.groups.pop(name).members]
+        other = {name for name in self.groups if not name.startswith(decoder)}
+        other -= mtp_names(other, self.model.config)
+        return own, [tensor for name in sorted(other) for _, tensor in self.groups.pop(name).members]
 
     def _set_aside(self) -> dict[str, Array]:
         """Takes the groups out that no parameter needs and none misses: MTP layers, what its family says to ignore.
@@ -208,7 +209,7 @@ class HubWeights:
         """
         other = self.groups.keys() - self.model.state_dict().keys()
         ignored = other - self._adjusted(set(), other)[1]
-        ignored |= {name for name in other if is_mtp(name, self.model.config)}
+        ignored |= mtp_names(other, self.model.config)
         return {
             tensor: self.tensors[tensor]
             for name in sorted(ignored, key=dot_natural_key)

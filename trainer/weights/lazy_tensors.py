@@ -44,6 +44,10 @@ class Lazy:
         names = frozenset() if name is None else frozenset([name])
         return cls(like, lambda where, out: out.copy_(array[where]), array, names)
 
+    @property
+    def __class__(self) -> type:  # some of transformers' operations ask isinstance(…, torch.Tensor)
+        return torch.Tensor
+
     def read(self, where: Slices | None = None) -> torch.Tensor:
         """The values at ``where``, slices of step 1, on the host; by default the whole."""
         bounds = zip(where or [slice(None)] * len(self.shape), self.shape, strict=True)

@@ -11,19 +11,24 @@ from transformers import PretrainedConfig
 
 from shardwright.models.layers.mtp import count_of
 
+_OWN_NAME = re.compile(r"(^|\.)mtp")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
-def is_mtp(name: str, config: PretrainedConfig) -> bool:
-    """Whether the tensor ``name`` of a checkpoint of ``config`` belongs to such a layer."""
-    if re.search(r"(^|\.)mtp", name):
-        return True
+
+def mtp_names(names: Iterable[str], config: PretrainedConfig) -> set[str]:
+    """Those of the tensors ``names`` of a checkpoint of ``config`` that belong to such layers."""
     first = config.get_text_config().num_hidden_layers
-    promised = max((count for _, _, count in _counts(config)), default=0)
-    return any(first <= int(layer) < first + promised for layer in re.findall(r"(?:^|\.)layers\.(\d+)\.", name))
+    layers = range(first, first + max((count for _, _, count in _counts(config)), default=0))
+
+    def belongs(name: str) -> bool:
+        return bool(_OWN_NAME.search(name)) or any(int(layer) in layers for layer in _LAYER.findall(name))
+
+    return set(filter(belongs, names))
 
 
 def promise_only(config: PretrainedConfig, names: Iterable[str]) -> None:
     """Take such layers out of ``config`` unless some of the tensors ``names`` are theirs."""
-    if not any(is_mtp(name, config) for name in names):
+    if not mtp_names(names, config):
         for part, field, count in _counts(config):
             setattr(part, field, type(count)(0))
 
@@ -33,7 +38,7 @@ def stale(names: Iterable[str], config: PretrainedConfig, *, adapter: bool) -> s
 
     ``adapter``: the run trains one, beside which no MTP layer is trained.
     """
-    if not any(is_mtp(name, config) for name in names):
+    if not mtp_names(names, config):
         return None
     trained = "" if adapter or not count_of(config) else "; --train_mtp trains them too"
     return (

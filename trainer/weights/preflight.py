@@ -15,7 +15,7 @@ from shardwright.model.meta_model import means_weights
 from shardwright.weights.formats.format import DEQUANTIZED
 from shardwright.weights.hub_files import repository_files, weight_files
 from shardwright.weights.hub_read import HubWeights, open_hub_weights
-from shardwright.weights.mtp import is_mtp
+from shardwright.weights.mtp import mtp_names
 from shardwright.weights.names import dtype_name, first_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.torch_file import is_state_dict
@@ -71,9 +71,10 @@ def _remote(asked: str) -> list[RemoteFile]:
 def _rows(hub: HubWeights) -> Iterator[TensorKind]:
     published, config = hub.published, hub.model.config
     kinds: dict[str, list[str]] = defaultdict(list)
+    ahead = mtp_names(hub.untrained, config)
     for name, array in hub.tensors.items():
         if name in hub.untrained:
-            kind = "carried: multi-token prediction" if is_mtp(name, config) else "carried: no part of the model"
+            kind = "carried: multi-token prediction" if name in ahead else "carried: no part of the model"
         elif name in published.packed:
             kind = f"read: {published.packed[name].form.title}, dequantized to {dtype_name(DEQUANTIZED)}"
         else:

@@ -2,16 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO
 
-import torch
 from safetensors import safe_open
 
 from shardwright.errors import UserError, command
+from shardwright.files.arrays import Array, LazyArray
 from shardwright.files.hub_names import ADAPTER_CONFIG, ADAPTERS_MODEL
-from shardwright.files.safetensors_file import LARGEST, read_header
+from shardwright.files.safetensors_file import DTYPES, LARGEST, HeaderEntry, read_header
 from shardwright.weights.names import first_names
 from shardwright.weights.torch_file import is_state_dict, open_torch
 
@@ -95,7 +95,7 @@ def no_weights(asked: str, place: str, there: Collection[str]) -> UserError:
     return refused(asked, found, why, f"{instead}; or --from_scratch, which trains from random weights")
 
 
-def open_file(file: Path) -> dict[str, torch.Tensor]:
+def open_file(file: Path) -> Mapping[str, Array]:
     """Name -> tensor of a safetensors file or a state dict, which stays mapped as long as they live.
 
     Raises errors of many types where it is none.
@@ -103,9 +103,14 @@ def open_file(file: Path) -> dict[str, torch.Tensor]:
     if is_state_dict(file.name):
         return open_torch(file)
     with opened(file) as header:  # safetensors' own reader takes the last of two tensors of one name
-        read_header(lambda start, stop: os.pread(header.fileno(), stop - start, start))
-    with safe_open(file, framework="pt") as opening:
-        return {name: opening.get_tensor(name) for name in opening.keys()}  # noqa: SIM118 (mapped, not read)
+        entries = read_header(lambda start, stop: os.pread(header.fileno(), stop - start, start))
+    mapping = safe_open(file, framework="pt")
+
+    def tensor(name: str, entry: HeaderEntry) -> LazyArray:
+        # got when it is read: safetensors 0.8 looks at a tensor's first byte, and repositories have 200,000 tensors
+        return LazyArray(entry.shape, DTYPES[entry.dtype], lambda where: mapping.get_tensor(name)[where])
+
+    return {name: tensor(name, entries[name]) for name in sorted(entries)}
 
 
 def opened(file: Path) -> IO[bytes]:

@@ -54,12 +54,18 @@ def place(
             why="a partition spec names every dimension of its tensor; another rank is silently left replicated",
             instead=f"write a spec of {len(shape)} entries",
         )
-    places = [shard_slices(name, shape, mesh, spec, device) for device in local_devices()]
+    sent = shards_on_host(name, values, mesh, spec, dtype)
+    return _XLAC._global_tensor_from_cpu_shards(sent, mesh.get_op_sharding(spec), torch.Size(shape))
+
+
+def shards_on_host(
+    name: str, values: Array, mesh: DeviceMesh, spec: PartitionSpec, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """``values`` as each device of this host is to have them; raises UserError if a dimension does not divide."""
+    places = [shard_slices(name, values.shape, mesh, spec, device) for device in local_devices()]
     parts = {str(where): where for where in places}  # replicas are read once
-    sent = {key: values[where].to(dtype).contiguous() for key, where in parts.items()}
-    return _XLAC._global_tensor_from_cpu_shards(
-        [sent[str(where)] for where in places], mesh.get_op_sharding(spec), torch.Size(shape)
-    )
+    read = {key: values[where].to(dtype).contiguous() for key, where in parts.items()}
+    return [read[str(where)] for where in places]
 
 
 def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: PartitionSpec, device: int) -> Slices:

@@ -5,7 +5,7 @@ quantization_config tells what they can't: the size of a block, the order of pac
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +75,13 @@ class PlainWeights:
 def plain(
     tensors: Mapping[str, Array],
     settings: Settings | None,
-    beside: Callable[[str], bool] = lambda name: False,
+    beside: Callable[[Set[str]], Set[str]] = lambda names: frozenset(),
     dtype: torch.dtype = DEQUANTIZED,
 ) -> PlainWeights:
     """``tensors`` by the files' names, dequantized to ``dtype``; ``settings``: the config's quantization_config.
 
-    ``beside`` tells the names that no model needs: such tensors stay as they are where they can't be dequantized. Else
-    raises FormatError where the parts of a weight are missing or do not go together.
+    ``beside`` tells those of many names that no model needs: such tensors stay as they are where they can't be
+    dequantized. Else raises FormatError where the parts of a weight are missing or do not go together.
     """
     settings = settings or {}
     found = _packed(tensors)
@@ -89,9 +89,11 @@ def plain(
     unread = {weight.stem + tail for weight in found.values() for tail in weight.form.unread} & tensors.keys()
     if found or settings:
         unread |= {name for name in tensors if name.endswith(_SERVING)}
-    _check_left({name: array for name, array in tensors.items() if not beside(name)}, used | unread)
+    without = beside(tensors.keys() | found.keys())
+    done = used | unread
+    _check_left({name: array for name, array in tensors.items() if name not in without}, done)
     _check_transforms(settings, sorted(used))
-    values = {name: array for name, array in tensors.items() if name not in used | unread}
+    values = {name: array for name, array in tensors.items() if name not in done}
     as_stored = set()
     for name, weight in found.items():
         parts = [weight.stem + tail for tail in weight.parts]
@@ -100,7 +102,7 @@ def plain(
         try:
             values[name] = weight.form.weight(weight.parts, settings, dtype)
         except Exception as error:  # settings and parts are the user's: of any shape, kind and value
-            if beside(name):
+            if name in without:
                 values |= {part: tensors[part] for part in parts}
                 as_stored.add(name)
                 continue
