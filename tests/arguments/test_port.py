@@ -111,6 +111,9 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     (tmp_path / "train.sh").write_text("accelerate launch dpo.py --loss_type sigmoid --rpo_alpha 0.5")
     pairs = ported(read_published(str(tmp_path / "train.sh"))).options
     assert (pairs["loss_type"], pairs["loss_weights"], "objective" in pairs) == ("sigmoid,sft", "1,0.5", True)
+    for odd in ("datasets: [5]", "datasets: [{path: a.jsonl, roles: [assistant]}]"):
+        (tmp_path / "train.yaml").write_text(f"base_model: a/b\n{odd}\n")
+        assert [each.kind for each in ported(read_published(str(tmp_path / "train.yaml"))).outcomes][-1] == MISSING
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 
