@@ -11,17 +11,21 @@ from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.arguments.command_line import options_parser
 from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, word
 from shardwright.arguments.known_flags.flag_words import arguments_in, spelling, text_of
+from shardwright.arguments.known_flags.of_trl import BOTH_ANSWERS
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
-from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS
+from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS, PER_ANSWER
 from shardwright.arguments.port.no_objective import check_outcomes
 from shardwright.arguments.port.published import Published
 from shardwright.arguments.run_file import RUN_FILE, dumped
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import command
+from shardwright.objectives import DEFAULT, OBJECTIVES
+from shardwright.objectives.segment_objective import SegmentObjective
 
 _OPTIONS = {each.name for each in fields(TrainingArguments)}
 _OF_ADAPTERS = {each.name for each in fields(AdapterArguments)}
+_LENGTH = "sequence_length"
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus", "n")  # a launcher's processes
 
 
@@ -104,7 +108,12 @@ def ported(found: Published) -> Port:
     defaults = {name: value for name, value in DEFAULTS[found.program].items() if name not in options}
     if float(options.get("max_steps") or -1) > 0:
         defaults.pop("num_train_epochs", None)
-    return Port(made.outcomes, _typed(options | defaults), defaults, found.launcher)
+    typed = _typed(options | defaults)
+    if found.program in PER_ANSWER and issubclass(OBJECTIVES[typed.get("objective", DEFAULT)], SegmentObjective):
+        for each in (typed, defaults):
+            each |= {_LENGTH: 2 * each[_LENGTH]} if _LENGTH in each else {}
+        made.outcomes = [_for_both(each, typed[_LENGTH]) for each in made.outcomes]
+    return Port(made.outcomes, typed, defaults, found.launcher)
 
 
 def _adapted(program: str, given: dict[str, Any]) -> bool:
@@ -121,6 +130,12 @@ def _without_adapter(each: Outcome, program: str) -> Outcome:
     return replace(
         each, kind=UNNEEDED, options={}, said=f"because without {ADAPTED_BY[program][0]} all weights are trained"
     )
+
+
+def _for_both(each: Outcome, length: int) -> Outcome:
+    if _LENGTH not in each.options:
+        return each
+    return replace(each, options=each.options | {_LENGTH: length}, said=BOTH_ANSWERS.why)
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:
