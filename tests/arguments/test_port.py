@@ -42,7 +42,11 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
         {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k#train_sft", "packing": False},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
-    "axolotl_qlora.yml": (37, {"chat_template"}, {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
+    "axolotl_qlora.yml": (
+        37,
+        {"chat_template"},
+        {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2, "overflow": "drop"},
+    ),
     "axolotl_full.sh": (
         41,
         {"optimizer", "datasets.roles"},
@@ -125,6 +129,13 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     found = ported(read_published(str(tmp_path / "train.yaml")))
     assert (found.options["sequence_length"], {each.kind for each in found.outcomes}) == (1024, {OURS})
     assert chat_of({"messages": [{"role": "ipython", "content": "4"}]}).messages[0]["role"] == "tool"
+    for texts in ("datasets: [{path: a.jsonl, type: completion, field: b}]", "pretraining_dataset: [{path: a/b}]"):
+        for more, overflow in (("", "split"), ("excess_length_strategy: truncate", "truncate_right")):
+            (tmp_path / "train.yaml").write_text(f"base_model: a/b\n{texts}\n{more}\n")
+            assert ported(read_published(str(tmp_path / "train.yaml"))).options["overflow"] == overflow
+    for more, packing in (("", True), ("packing: false", False)):
+        (tmp_path / "train.yaml").write_text(f"stage: pt\nmodel_name_or_path: a/b\n{more}\n")
+        assert ported(read_published(str(tmp_path / "train.yaml"))).options["packing"] == packing
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 

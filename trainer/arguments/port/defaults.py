@@ -17,6 +17,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "axolotl": {
         "num_train_epochs": 1.0,
         "sequence_length": 512,
+        "overflow": "drop",
         "packing": False,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.03,  # and 100 steps at most
