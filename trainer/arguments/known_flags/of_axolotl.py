@@ -268,7 +268,10 @@ ARGUMENTS: Cells = {
         "there is no such objective here",
         "--objective dpo, ipo, orpo, simpo or kto",
         at={
-            **{name: sets(objective=name) for name in ("dpo", "ipo", "orpo", "simpo", "kto")},
+            **{name: sets(objective=name) for name in ("dpo", "ipo", "orpo", "kto")},
+            "simpo": sets(
+                "the chosen answer's likelihood is not added, as by cpo_alpha (default 1)", objective="simpo"
+            ),
             "grpo": RL,
         },
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.arguments.command_line import options_parser
@@ -14,6 +14,7 @@ from shardwright.arguments.known_flags.flag_words import arguments_in, spelling,
 from shardwright.arguments.known_flags.of_trl import BOTH_ANSWERS
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
+from shardwright.arguments.option_values import kind_of
 from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS, PER_ANSWER
 from shardwright.arguments.port.no_objective import check_outcomes
 from shardwright.arguments.port.published import Published
@@ -24,6 +25,7 @@ from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.segment_objective import SegmentObjective
 
 _OPTIONS = {each.name for each in fields(TrainingArguments)}
+_HINTS = get_type_hints(TrainingArguments)
 _OF_ADAPTERS = {each.name for each in fields(AdapterArguments)}
 _LENGTH = "sequence_length"
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus", "n")  # a launcher's processes
@@ -97,9 +99,11 @@ def ported(found: Published) -> Port:
     pairs = list(found.pairs)
     if found.program == "llamafactory" and "finetuning_type" not in dict(pairs):
         pairs.append(("finetuning_type", "lora"))
-    made = translated(pairs, _OPTIONS, lambda name: find(name, found.program), near=True)
+    made = translated(_without_idle_warmup(pairs), _OPTIONS, lambda name: find(name, found.program), near=True)
     check_outcomes(made.outcomes)
-    options = {**made.fill, **made.options}
+    unread = {name for name, value in made.options.items() if not _is_read(name, value)}
+    made.outcomes = [_not_read(each) if each.options.keys() & unread else each for each in made.outcomes]
+    options = {name: value for name, value in {**made.fill, **made.options}.items() if name not in unread}
     if found.objective is not None:
         options.setdefault("objective", found.objective)
     if not _adapted(found.program, dict(pairs)):
@@ -114,6 +118,29 @@ def ported(found: Published) -> Port:
             each |= {_LENGTH: 2 * each[_LENGTH]} if _LENGTH in each else {}
         made.outcomes = [_for_both(each, typed[_LENGTH]) for each in made.outcomes]
     return Port(made.outcomes, typed, defaults, found.launcher)
+
+
+def _without_idle_warmup(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """``pairs`` without the warm-up that does not count: there the share does, unless the steps are more than none."""
+    given = dict(pairs)
+    if not {"warmup_steps", "warmup_ratio"} <= given.keys():
+        return pairs
+    idle = "warmup_steps" if word(given["warmup_steps"]) in ("", "none", "0", "0.0") else "warmup_ratio"
+    return [pair for pair in pairs if pair[0] != idle]
+
+
+def _is_read(name: str, value: Any) -> bool:
+    kind = kind_of(_HINTS[name])[0]
+    try:
+        return value is None or kind is bool or kind(text_of(name, value)) is not None
+    except ValueError:
+        return False
+
+
+def _not_read(each: Outcome) -> Outcome:
+    """``each``, of which an option here takes no such value: a share of the steps, as --save_steps, or a word."""
+    names = " and ".join(f"--{name}" for name in each.options)
+    return replace(each, kind=MISSING, options={}, said=f"{names} takes a number, and of steps a whole one")
 
 
 def _adapted(program: str, given: dict[str, Any]) -> bool:
