@@ -134,10 +134,11 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
             (tmp_path / "train.yaml").write_text(f"base_model: a/b\n{texts}\n{more}\n")
             assert ported(read_published(str(tmp_path / "train.yaml"))).options["overflow"] == overflow
     for more, steps in (("warmup_steps: 0", 0.1), ("warmup_steps:", 0.1), ("warmup_steps: 5", 5)):
-        text = f"base_model: a/b\nwarmup_ratio: 0.1\n{more}\nsave_steps: 0.25\n"
+        text = f"base_model: a/b\nwarmup_ratio: 0.1\n{more}\nsave_steps: 0.25\nadapter: lora\n"
+        text += "lora_target_linear: true\nlora_target_modules: [q_proj]\n"
         (tmp_path / "train.yaml").write_text(text)
         found = ported(read_published(str(tmp_path / "train.yaml")))
-        assert found.options["warmup_steps"] == steps
+        assert (found.options["warmup_steps"], found.options["lora_target"]) == (steps, "all-linear")
         assert {each.name for each in found.outcomes if each.kind == MISSING} == {"save_steps"}, "a share of all steps"
     for more, packing in (("", True), ("packing: false", False)):
         (tmp_path / "train.yaml").write_text(f"stage: pt\nmodel_name_or_path: a/b\n{more}\n")

@@ -99,7 +99,7 @@ def ported(found: Published) -> Port:
     pairs = list(found.pairs)
     if found.program == "llamafactory" and "finetuning_type" not in dict(pairs):
         pairs.append(("finetuning_type", "lora"))
-    made = translated(_without_idle_warmup(pairs), _OPTIONS, lambda name: find(name, found.program), near=True)
+    made = translated(_that_count(pairs), _OPTIONS, lambda name: find(name, found.program), near=True)
     check_outcomes(made.outcomes)
     unread = {name for name, value in made.options.items() if not _is_read(name, value)}
     made.outcomes = [_not_read(each) if each.options.keys() & unread else each for each in made.outcomes]
@@ -120,13 +120,14 @@ def ported(found: Published) -> Port:
     return Port(made.outcomes, typed, defaults, found.launcher)
 
 
-def _without_idle_warmup(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """``pairs`` without the warm-up that does not count: there the share does, unless the steps are more than none."""
-    given = dict(pairs)
-    if not {"warmup_steps", "warmup_ratio"} <= given.keys():
-        return pairs
-    idle = "warmup_steps" if word(given["warmup_steps"]) in ("", "none", "0", "0.0") else "warmup_ratio"
-    return [pair for pair in pairs if pair[0] != idle]
+def _that_count(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """``pairs`` without those that have no effect there beside another one, whatever their order."""
+    given, idle = dict(pairs), set()
+    if {"warmup_steps", "warmup_ratio"} <= given.keys():  # the share, unless the steps are more than none
+        idle.add("warmup_steps" if word(given["warmup_steps"]) in ("", "none", "0", "0.0") else "warmup_ratio")
+    if word(given.get("lora_target_linear")) == "true":  # all linear layers, and those that are named
+        idle.add("lora_target_modules")
+    return [pair for pair in pairs if pair[0] not in idle]
 
 
 def _is_read(name: str, value: Any) -> bool:
