@@ -20,6 +20,7 @@ from shardwright.model import meta_model
 from shardwright.model.classifier import reward_config
 from shardwright.model.facts import facts_of
 from shardwright.model.peft_config import options_of
+from shardwright.weights.names import first_lines
 from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
@@ -56,7 +57,7 @@ class RunInputs:
             kind, config = type(self.model).__name__, type(self.model.config).__name__
             raise UserError(
                 asked=f"model={a_type(self.model)}",
-                found="; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else ""),
+                found=first_lines(other),
                 why=f"what is trained is {a_type(whole)}, which its config makes, with the given weights",
                 instead=f"a class that makes all of it, and before the trainer is made "
                 f"AutoModelForCausalLM.register({config}, {kind}, exist_ok=True); compute_loss_func=, for a loss",
@@ -80,7 +81,7 @@ class RunInputs:
         if wrong:
             raise UserError(
                 asked=f"model={a_type(self.model)}",
-                found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+                found=first_lines(wrong),
                 why=f"its weights are placed by the names of {type(whole).__name__}, which its config makes",
                 instead=f"{a_type(whole)}, as transformers loads one, before anything is added to it",
             )
@@ -196,7 +197,7 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
 
 def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
     check_records("train_dataset", train)
-    sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
+    sets = {} if evaluated is None else named_sets(evaluated)
     if (collator := given.get("collator")) is not None:
         named = {"train_dataset": train, **{f"eval_dataset {name}".strip(): each for name, each in sets.items()}}
         other = next((name for name, each in named.items() if not isinstance(each, Dataset | IterableDataset)), None)
@@ -232,20 +233,20 @@ def check_callbacks(callbacks: Any) -> list[Any]:
     return list(callbacks or ())
 
 
-def named_sets(what: str, asked: Any) -> dict[str, Any]:
-    """Name → records; a single set has the empty name. UserError for no records, or a name no log entry can have."""
+def named_sets(asked: Any) -> dict[str, Any]:
+    """Set → records of ``eval_dataset``; a single one's name is empty. UserError for a name no log entry can have."""
     sets = dict(asked) if isinstance(asked, Mapping) else {"": asked}
     for name, each in sets.items():
-        check_records(what, each)
+        check_records("eval_dataset", each)
         if isinstance(asked, Mapping) and not (isinstance(name, str) and name.isidentifier() and name.isascii()):
             raise UserError(
-                asked=f"{what} named {name!r:.80}",
+                asked=f"eval_dataset named {name!r:.80}",
                 found="a name that is more than letters, digits and _",
                 why="its loss is logged as eval_NAME_loss",
-                instead=f"{what}={{'chat': …, 'code': …}}",
+                instead="eval_dataset={'chat': …, 'code': …}",
             )
     if not sets:
-        raise of_another_kind(what, asked, "at least one set")
+        raise of_another_kind("eval_dataset", asked, "at least one set")
     return {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in sets.items()}
 
 

@@ -262,7 +262,7 @@ class Trainer(Outputs):
         check_unused(ignore_keys=ignore_keys)
         if eval_dataset is None:
             return self.loop.evaluate(prefix=metric_key_prefix)
-        sets = {name: self._rows(each) for name, each in named_sets("eval_dataset", eval_dataset).items()}
+        sets = {name: self._rows(each) for name, each in named_sets(eval_dataset).items()}
         return self.loop.evaluate(sets, metric_key_prefix)
 
     def predict(

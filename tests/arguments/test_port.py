@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from shardwright.arguments.command_line import parse
-from shardwright.arguments.known_flags.entry import MISSING
+from shardwright.arguments.known_flags.entry import MISSING, OURS
 from shardwright.arguments.known_flags.translate import NO_OPTION
 from shardwright.arguments.port.port import Port, ported
 from shardwright.arguments.port.published import read_published
 from shardwright.arguments.training import TrainingArguments
+from shardwright.data.samples.chat import chat_of
 from shardwright.errors import UserError
 from tests.support.fork_server import run
 from tests.support.paths import ROOT
@@ -41,7 +42,11 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
         {"num_train_epochs": 1.0, "dataset": "chats/zephyr_200k#train_sft", "packing": False},
     ),
     "zephyr_dpo_qlora.yaml": (33, set(), {"objective": "dpo", "base_dtype": "nf4", "lora_r": 128, "warmup_steps": 0.1}),
-    "axolotl_qlora.yml": (37, {"chat_template"}, {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2}),
+    "axolotl_qlora.yml": (
+        37,
+        {"chat_template"},
+        {**QLORA, "sequence_length": 4096, "per_device_train_batch_size": 2, "overflow": "drop"},
+    ),
     "axolotl_full.sh": (
         41,
         {"optimizer", "datasets.roles"},
@@ -52,7 +57,12 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
         {"dataset.columns.tools"},
         {"dataset": NAMED, "lora_r": 8, "lora_target": "all-linear", "packing": False},
     ),
-    "llamafactory_dpo.sh": (26, set(), {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16}),
+    "llamafactory_dpo.sh": (
+        26,
+        set(),
+        # twice the length of an answer there
+        {"objective": "orpo", "learning_rate": 1e-6, "base_dtype": "nf4", "lora_r": 16, "sequence_length": 4096},
+    ),
     "run_clm.sh": (20, {"fp16"}, {"dataset": "wikitext:wikitext-103-raw-v1", "bf16": True, "warmup_steps": 500}),
 }  # fmt: skip
 # command of no objective here → what its refusal names
@@ -111,6 +121,28 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     (tmp_path / "train.sh").write_text("accelerate launch dpo.py --loss_type sigmoid --rpo_alpha 0.5")
     pairs = ported(read_published(str(tmp_path / "train.sh"))).options
     assert (pairs["loss_type"], pairs["loss_weights"], "objective" in pairs) == ("sigmoid,sft", "1,0.5", True)
+    for odd in ("datasets: [5]", "datasets: [{path: a.jsonl, roles: [assistant]}]"):
+        (tmp_path / "train.yaml").write_text(f"base_model: a/b\n{odd}\n")
+        assert [each.kind for each in ported(read_published(str(tmp_path / "train.yaml"))).outcomes][-1] == MISSING
+    read = "roles: {tool: [ipython, observation], user: human, system: developer}"
+    (tmp_path / "train.yaml").write_text(f"base_model: a/b\nrl: kto\ndatasets: [{{path: a.jsonl, {read}}}]\n")
+    found = ported(read_published(str(tmp_path / "train.yaml")))
+    assert (found.options["sequence_length"], {each.kind for each in found.outcomes}) == (1024, {OURS})
+    assert chat_of({"messages": [{"role": "ipython", "content": "4"}]}).messages[0]["role"] == "tool"
+    for texts in ("datasets: [{path: a.jsonl, type: completion, field: b}]", "pretraining_dataset: [{path: a/b}]"):
+        for more, overflow in (("", "split"), ("excess_length_strategy: truncate", "truncate_right")):
+            (tmp_path / "train.yaml").write_text(f"base_model: a/b\n{texts}\n{more}\n")
+            assert ported(read_published(str(tmp_path / "train.yaml"))).options["overflow"] == overflow
+    for more, steps in (("warmup_steps: 0", 0.1), ("warmup_steps:", 0.1), ("warmup_steps: 5", 5)):
+        text = f"base_model: a/b\nwarmup_ratio: 0.1\n{more}\nsave_steps: 0.25\nadapter: lora\n"
+        text += "lora_target_linear: true\nlora_target_modules: [q_proj]\n"
+        (tmp_path / "train.yaml").write_text(text)
+        found = ported(read_published(str(tmp_path / "train.yaml")))
+        assert (found.options["warmup_steps"], found.options["lora_target"]) == (steps, "all-linear")
+        assert {each.name for each in found.outcomes if each.kind == MISSING} == {"save_steps"}, "a share of all steps"
+    for more, packing in (("", True), ("packing: false", False)):
+        (tmp_path / "train.yaml").write_text(f"stage: pt\nmodel_name_or_path: a/b\n{more}\n")
+        assert ported(read_published(str(tmp_path / "train.yaml"))).options["packing"] == packing
     (tmp_path / "train.yaml").write_text("stage: sft\nmodel_name_or_path: a/b\n")
     assert ported(read_published(str(tmp_path / "train.yaml"))).options["lora_r"] == 8  # LLaMA-Factory's default
 

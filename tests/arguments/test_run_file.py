@@ -131,14 +131,14 @@ def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them
     (tmp_path / "run.yaml").write_text(
         "learning_rate: 2e-5\nprofile_steps: 10:13\nreport_to: [wandb, mlflow]\nmesh: {fsdp: 4, expert: 2}\n"
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr_rate: 0.1\nmax_restarts: 2\n"
-        "dataset: {a.jsonl: 0.7, owner/chats#train: 0.3}\neval_dataset: {chat: b.jsonl, code: c.jsonl}\n"
+        "dataset: {a.jsonl: 0.7, owner/chats#train: 0.3}\neval_dataset: {chat: b.jsonl, code: c.jsonl}\nseed: 0042\n"
     )
     words = ["--config", str(tmp_path / "run.yaml")]
     (args,) = parse([TrainingArguments], words, None)
     assert (args.learning_rate, args.profile_steps, args.report_to) == (2e-5, "10:13", "wandb,mlflow")
     assert (args.mesh, args.lr_scheduler_kwargs) == ("fsdp=4,expert=2", {"min_lr_rate": 0.1})
     assert (args.dataset, args.eval_dataset) == ("a.jsonl:0.7,owner/chats#train:0.3", "chat=b.jsonl,code=c.jsonl")
-    assert asked_limit(with_files(words)) == 2
+    assert (asked_limit(with_files(words)), args.seed) == (2, 42)
 
 
 def test_unknown_keys_are_refused_by_the_table_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,18 @@ def test_a_folder_of_texts_keeps_its_readme(tmp_path: Path) -> None:
     assert "README.md" in {*splits["train"]["name"], *splits["heldout"]["name"]}
 
 
+def test_files_behind_links_and_of_any_name_are_read_and_each_once(tmp_path: Path) -> None:
+    folder, beside = write_folder(tmp_path / "folder"), write_folder(tmp_path / "beside")
+    Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_text("A name of Latin-1.")
+    (folder / "linked").symlink_to(beside)
+    (folder / "again").symlink_to(folder)  # a circle
+    (beside / "back").symlink_to(folder)
+    splits = documents_of(folder, tmp_path / "scratch")
+    names = sorted([*splits["train"]["name"], *splits["heldout"]["name"]])
+    own = [path.relative_to(beside).as_posix() for path in beside.rglob("*.md")]
+    assert names == sorted([*own, *(f"linked/{name}" for name in own), "caf\\xe9.txt"])
+
+
 @pytest.mark.parametrize("name", ["a[1]", "b*c", "q?", "[!a]", "x**y", "c[", "{x,y}", "50% off"])
 def test_no_character_of_a_path_is_a_wildcard(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name

@@ -61,7 +61,13 @@ def test_a_mixture_is_told_from_paths_and_from_configurations(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("dataset", "found"),
-    [("a.jsonl,b.jsonl:1", "without a weight: a.jsonl"), ("a:0,b:1", "weights 0.0, 1.0"), ("a:1,b:9999", "would give")],
+    [
+        ("a.jsonl,b.jsonl:1", "without a weight: a.jsonl"),
+        ("a:0,b:1", "weights 0.0, 1.0"),
+        ("a:0,b:0", "weights 0.0, 0.0"),
+        ("a:1e400,b:1", "weights inf, 1.0"),
+        ("a:1,b:9999", "would give"),
+    ],
 )
 def test_a_mixture_that_can_not_be_is_refused(dataset: str, found: str) -> None:
     with pytest.raises(UserError, match=found):

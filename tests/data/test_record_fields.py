@@ -51,7 +51,8 @@ def test_a_turn_of_weight_zero_is_not_scored_and_counted(template: str, key: str
     assert (tally["silent turns"], tally["turns"]) == (1, 1)
     said = "".join(scored_text(tokenizer, sample))
     assert ("two" in said, "three<|im_end|>" in said, "one" in said) == (False, True, train_on_prompt)
-    assert answers(weighed(**{key: 1.0}), template) == ["two<|im_end|>", "three<|im_end|>"]
+    for weight in (1.0, None):  # as a table has the turns of a column in which others have one
+        assert answers(weighed(**{key: weight}), template) == ["two<|im_end|>", "three<|im_end|>"]
 
 
 def test_a_weight_that_is_neither_is_refused_and_one_of_what_is_no_answer_is_named(tmp_path: Path) -> None:

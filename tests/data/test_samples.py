@@ -7,6 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.samples import Encoder, Sample, SampleOptions
@@ -257,6 +260,15 @@ def test_a_record_that_no_sample_can_be_made_of_is_named_by_column(case: str) ->
     record, found = BAD[case]
     with pytest.raises(BadRecord, match=found):
         encode(record)
+
+
+def test_a_token_behind_a_hole_of_the_vocabulary_is_one_of_the_tokenizers() -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"a": 0, "</s>": 1, "b": 9}, unk_token="a")), eos_token="</s>"
+    )
+    encoder = Encoder(tokenizer, SHAPE["input_ids"], Counter(), raising, SampleOptions())
+    ((_, (sample,)),) = encoder([json.dumps({"input_ids": [0, 9, 1]})])
+    assert sample.tokens.tolist() == [0, 9, 1]
 
 
 def test_a_sample_counts_the_targets_that_it_has() -> None:

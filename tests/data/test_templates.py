@@ -108,7 +108,8 @@ def test_a_name_is_one_of_a_tokenizers_own_templates_and_a_folder_gives_its_toke
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [(None, "FileNotFound"), ("{% for", "TemplateSyntaxError"), ("a", "leaves")]
+    ("text", "found"),
+    [(None, "FileNotFound"), ("{% for", "TemplateSyntaxError"), ("a", "leaves"), (CHATML * 9, "File name too long")],
 )
 def test_a_template_that_is_none_is_refused_with_the_names_that_there_are(
     tmp_path: Path, text: str | None, found: str
@@ -117,6 +118,6 @@ def test_a_template_that_is_none_is_refused_with_the_names_that_there_are(
     if text is not None:
         file.write_text(text)
     with pytest.raises(UserError) as refused:
-        with_chat_template(byte_tokenizer(None), str(file))
+        with_chat_template(byte_tokenizer(None), str(file) if "long" not in found else str(text))
     assert found in refused.value.found
     assert all(name in refused.value.instead for name in template_names())

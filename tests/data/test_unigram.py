@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from datasets import Dataset
 
+from shardwright.data.rows.mixture import MixedRows
 from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 
@@ -31,3 +33,11 @@ def test_unigram_loss_leaves_out_what_the_model_is_not_scored_on() -> None:
     train = rows(input_ids=[[0, 1]])  # smoothed 2, 2, 1 of 5
     heldout = rows(input_ids=[[1, 0, 2, 1]], segment_ids=[[1, 1, 2, 2]])  # targets 0, 1
     assert unigram_loss(train, heldout, 3) == pytest.approx(-math.log(0.4), rel=1e-12)
+
+
+def test_a_small_dataset_of_a_mixture_is_counted_once_however_often_its_rows_come() -> None:
+    few, many = rows(input_ids=[[0, 0]]), rows(input_ids=[[1, 1]] * 20_000)
+    started = time.process_time()
+    loss = unigram_loss(MixedRows([few, many], [500, 500]), rows(input_ids=[[0, 1]]), 150_000)  # as often 0 as 1
+    assert loss == pytest.approx(-math.log(40_001 / 230_000), rel=1e-12)
+    assert time.process_time() - started < 5

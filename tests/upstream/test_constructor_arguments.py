@@ -46,7 +46,7 @@ def groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
 
 def test_an_adamw_of_the_whole_model_and_a_schedule_of_the_runs_steps_become_options():
     model = llama()
-    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=3e-4, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=3e-4, betas=[0.8, 0.9], eps=1e-6)  # as a file has them
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=7)
     args = trainer(model, optimizers=(optimizer, schedule)).args
     assert (args.optim, args.learning_rate, args.weight_decay) == ("adamw", 3e-4, 0.1)

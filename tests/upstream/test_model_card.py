@@ -27,6 +27,10 @@ def test_a_card_tells_base_data_options_numbers_and_versions_and_nothing_of_this
     for words in ("# mine", "| learning_rate | 0.0003 |", "| lora_r | 4 |", "| eval_loss | 1.235 |", "| torch | 2.9 |"):
         assert words in text
     assert "secret" not in text
+    args = TrainingArguments(dataset="me/chats#train_sft:0.5,you/texts@abc:0.5", lora_r=4, lora_target="(q|v)_proj")
+    text = card(args=args).text("mine")
+    assert ModelCard(text).data.datasets == ["me/chats", "you/texts"]
+    assert r"| lora_target | (q\|v)_proj |" in text
 
 
 def test_what_a_caller_says_wins(tmp_path):

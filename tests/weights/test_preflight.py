@@ -73,8 +73,14 @@ def test_a_repository_whose_weights_have_no_headers_is_told(published, tmp_path)
     with model_hub(tmp_path / "cache") as hub:
         hub.new("someone/small").commit(published)
         _, refused = contents("someone/small", meta_model(load_config("someone/small", UNMADE)))
+        (published / "pytorch_model.bin").unlink()
+        (published / "model.safetensors.index.json").write_text('{"weight_map": []}')
+        hub.new("someone/torn").commit(published)
+        _, torn = contents("someone/torn", meta_model(load_config("someone/torn", UNMADE)))
     assert refused is not None
     assert refused.found == "its weights are pytorch_model.bin"
+    assert torn is not None
+    assert "model.safetensors.index.json (18 bytes): AttributeError" in torn.found
 
 
 def test_a_config_alone_has_no_tensors(published):

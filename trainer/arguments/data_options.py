@@ -10,6 +10,12 @@ from shardwright.errors import UserError
 TRAIN_ON = ("all", "last")  # turns of a chat
 OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # policies for a sample longer than a row
 WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")  # a dataset of a mixture, and its weight
+# another format's name of a role → the one that chat templates know
+ROLE_OF = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
+}
 _SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins
 
 

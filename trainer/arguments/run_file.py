@@ -59,6 +59,7 @@ for _tag, _form, _first in (
 ):
     for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))  # 0042 is not octal
 
 
 def read_options(path: str) -> dict[str, Any]:

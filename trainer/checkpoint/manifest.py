@@ -24,7 +24,6 @@ MANIFEST = "manifest.json"
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
 TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
-ADAPTER = ADAPTER_CONFIG  # of a run that trains an adapter
 TOKENIZER = "tokenizer"
 TRASH = re.compile(r"trash-\d+")  # in the output folder: checkpoints moved out of the way
 BLOCK = 16 << 20  # bytes that a check reads at a time
@@ -204,5 +203,5 @@ def _as_bytes(files: Any, version: Any = None) -> bytes:
 
 def ours(names: Sequence[str]) -> bool:
     """Whether our saves write all these names of files, so that their folder may be removed."""
-    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS, ADAPTER}
+    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS, ADAPTER_CONFIG}
     return all(name in known or name.endswith(TEMPORARY) or TENSORS.fullmatch(name) for name in names)

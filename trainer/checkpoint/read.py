@@ -28,6 +28,7 @@ from shardwright.checkpoint.same_model import differences
 from shardwright.errors import UserError, a_type, command
 from shardwright.files.arrays import Array
 from shardwright.files.folder import Folder, StorageError
+from shardwright.files.hub_names import ADAPTER_CONFIG
 from shardwright.hosts.hosts import hosts
 from shardwright.model.meta_model import config_of
 from shardwright.models.adapters.lora import own_parameters
@@ -85,7 +86,7 @@ class RunCheckpoint:
     @property
     def has_adapter(self) -> bool:
         """Whether it holds an adapter, without the weights beside it."""
-        return manifest.ADAPTER in self._files
+        return ADAPTER_CONFIG in self._files
 
     @property
     def trainer_state(self) -> TrainerState:

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,7 +40,11 @@ def template_text(asked: str, own: PreTrainedTokenizerBase | None = None) -> str
     if asked in (named := _named(own)):
         return named[asked]
     path, why = Path(asked).expanduser(), "it says how messages become text"
-    if not path.exists() and (folder := trls_templates()) and (shipped := folder / f"{asked}.jinja").is_file():
+    if (
+        not os.path.exists(path)
+        and (folder := trls_templates())
+        and os.path.isfile(shipped := folder / f"{asked}.jinja")
+    ):
         path = shipped
     names = ", ".join([*template_names(), *named])
     instead = (
@@ -47,13 +52,14 @@ def template_text(asked: str, own: PreTrainedTokenizerBase | None = None) -> str
     )
     instead += f"(qwen3) where trl is installed, or a name: {names}"
     try:
-        if path.is_dir() or ("/" in asked and is_hub_name(asked) and path.suffix not in _OF_FILES):
-            return _of_tokenizer(str(path) if path.is_dir() else asked)
+        if os.path.isdir(path) or ("/" in asked and is_hub_name(asked) and path.suffix not in _OF_FILES):
+            return _of_tokenizer(str(path) if os.path.isdir(path) else asked)
         return path.read_text(encoding="utf-8")
     except UserError as error:
-        raise type(error)(asked=f"--chat_template {asked}", found=error.found, why=why, instead=instead) from error
+        raise type(error)(asked=f"--chat_template {asked:.200}", found=error.found, why=why, instead=instead) from error
     except (OSError, ValueError) as error:
-        raise UserError(asked=f"--chat_template {asked}", found=in_short(error), why=why, instead=instead) from error
+        found = in_short(error)[:200]
+        raise UserError(asked=f"--chat_template {asked:.200}", found=found, why=why, instead=instead) from error
 
 
 def trls_templates() -> Path | None:

@@ -122,9 +122,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Refuse a tokenizer whose highest token lies beyond the ``vocab_size`` rows of the model's embedding.
 
-    On XLA an index beyond the last row silently reads the last. A tokenizer's ids may have holes.
+    On XLA an index beyond the last row silently reads the last.
     """
-    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    count = token_ids(tokenizer)
     if count > vocab_size:
         raise UserError(
             asked=f"a tokenizer of {count} tokens",
@@ -132,6 +132,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             why="a token beyond them has no embedding",
             instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size",
         )
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of ids up to a tokenizer's highest, which may have holes."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 def trained_tokenizer(

@@ -13,11 +13,8 @@ def unigram_loss(train: Rows, heldout: StoredRows, vocab_size: int) -> float:
     Counted are the first 1024 rows of a stream, and the scored tokens of samples. The targets are a model's: all tokens
     of a row but the first, and with isolated documents no document's first. A model's gain over this is due to context.
     """
-    counts, targets = np.zeros(vocab_size), np.zeros(vocab_size)
-    for columns in train.rows_to_count():
-        tokens = columns.get("labels", columns["input_ids"])
-        counts += np.bincount(tokens[tokens != IGNORE], minlength=vocab_size)
-    for columns in heldout.rows_to_count():
+    counts, targets = train.token_counts(vocab_size), np.zeros(vocab_size)
+    for columns in heldout.groups():
         labels = as_batch(columns)["labels"][:, 1:].numpy()
         targets += np.bincount(labels[labels != IGNORE], minlength=vocab_size)
     log_probabilities = np.log(counts + 1) - np.log(counts.sum() + vocab_size)

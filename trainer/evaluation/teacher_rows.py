@@ -60,7 +60,7 @@ class TaughtRows(ColumnRows):
         super().__init__(rows, column)
         self.wide = wide
         counts, content = [np.zeros(1, dtype=np.int64)], hashlib.blake2b(digest_size=16)
-        for columns in rows.rows_to_count():
+        for columns in rows.groups():
             counts.append(_scored(columns).sum(-1))
             for name, values in sorted(columns.items()):
                 content.update(f"{name} {values.shape}".encode() + np.ascontiguousarray(values, "<i4").tobytes())

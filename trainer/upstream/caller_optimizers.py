@@ -83,12 +83,13 @@ def _adam_options(optimizer: Any) -> dict[str, Any]:
             raise refused("optimizers", f"{kind.__name__} with {name}", "AdamW here has no such thing", _ADAMW)
     # a schedule has written the first step's rate in place of the peak, which it keeps beside
     rates = {float(group.get("initial_lr", group["lr"])) for group in groups}
-    for name, values in {"lr": rates, **{n: {group[n] for group in groups} for n in ("betas", "eps")}}.items():
+    betas, epsilons = {tuple(group["betas"]) for group in groups}, {group["eps"] for group in groups}
+    for name, values in (("lr", rates), ("betas", betas), ("eps", epsilons)):
         if len(values) > 1:
             several = ", ".join(map(str, sorted(values)))
             raise refused("optimizers", f"groups with the {name} {several}", "a run has one for all", _ADAMW)
-    (rate,), (beta1, beta2) = rates, groups[0]["betas"]
-    numbers = {"adam_beta1": float(beta1), "adam_beta2": float(beta2), "adam_epsilon": float(groups[0]["eps"])}
+    (rate,), ((beta1, beta2),), (epsilon,) = rates, betas, epsilons
+    numbers = {"adam_beta1": float(beta1), "adam_beta2": float(beta2), "adam_epsilon": float(epsilon)}
     return {"optim": "adamw", "learning_rate": rate, **numbers}
 
 

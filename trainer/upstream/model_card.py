@@ -1,6 +1,7 @@
 """A model card: the README.md of a model folder, with its metadata as the hub reads it."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -111,8 +112,8 @@ def may_write(text: bytes | None) -> bool:
 
 
 def _hub_datasets(dataset: str | None) -> list[str]:
-    name = (dataset or "").partition(":")[0].partition("@")[0]
-    return [name] if name.count("/") == 1 and is_hub_name(name) else []
+    names = [re.split("[:@#]", each.strip())[0] for each in (dataset or "").split(",")]
+    return [name for name in names if name.count("/") == 1 and is_hub_name(name)]
 
 
 def _shown(value: Any) -> str:
@@ -124,4 +125,5 @@ def _shown(value: Any) -> str:
 def _table(name: str, rows: Mapping[str, str]) -> list[str]:
     if not rows:
         return ["All options are as by default."]
-    return [f"| {name} | |", "|---|---|", *(f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items())]
+    texts = {key: value.replace("\n", " ").replace("|", r"\|") for key, value in rows.items()}
+    return [f"| {name} | |", "|---|---|", *(f"| {key} | {text} |" for key, text in texts.items())]

@@ -27,6 +27,7 @@ from shardwright.weights.weight_files import (
     WEIGHTS,
     chosen_files,
     no_weights,
+    unreadable,
 )
 
 BESIDE = ("*config.json", "*.py")  # what an export carries along: configs of generation and processors, and code
@@ -66,9 +67,8 @@ def fetched(name: str, console: Console) -> Path:
         if (config := cached("config.json")) and any(map(cached, (WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX))):
             return config.parent  # all of it, or what is not there is told by name
         raise
+    wanted = weight_files(name, repository, commit, there)
     try:
-        # the index first, which says what else
-        wanted = weight_files(name, there, lambda file: _get(repository, file, commit).read_bytes())
         wanted += [file for file in there if "/" not in file and any(fnmatch(file, each) for each in BESIDE)]
         absent = {file: there[file] for file in wanted if file in there and not cached(file)}
         if absent:
@@ -80,17 +80,18 @@ def fetched(name: str, console: Console) -> Path:
         raise hub_error(f"--model {name}", name, error) from error
 
 
-def weight_files(name: str, there: Collection[str], read: Callable[[str], bytes]) -> list[str]:
-    """The files of weights among the paths ``there`` and the index of them; UserError if there are none.
+def weight_files(name: str, repository: str, commit: str | None, there: Collection[str]) -> list[str]:
+    """The files of weights among the paths ``there``, and the index of them, which is fetched to say which these are.
 
-    Args:
-        name: the repository, as the user asked for it.
-        read: a file of this name → its bytes.
+    ``name`` is the user's word for the ``repository``. Raises UserError if there are none, or the index can't be had.
     """
+    index = next((file for file in (INDEX, TORCH_INDEX) if file in there), INDEX)
     try:
-        found = chosen_files(there, read)
-    except NO_INDEX:
-        found = [file for file in (INDEX, TORCH_INDEX) if file in there][:1]  # refused by its name where it is opened
+        found = chosen_files(there, lambda file: _get(repository, file, commit).read_bytes())
+    except NO_INDEX as error:
+        raise unreadable(name, _get(repository, index, commit), error) from error
+    except Exception as error:  # the hub client raises many kinds
+        raise hub_error(f"--model {name}", name, error) from error
     if found is None:
         raise no_weights(name, "in its repository", there)
     return found

@@ -53,5 +53,5 @@ def _counts(config: PretrainedConfig) -> list[tuple[PretrainedConfig, str, int]]
         (part, field, value)
         for part in {id(part): part for part in (config, config.get_text_config())}.values()
         for field, value in vars(part).items()
-        if (re.search("mtp|nextn", field) and type(value) is int) or field == "use_mtp"
+        if (re.search("mtp|nextn", field) and type(value) is int) or (field == "use_mtp" and value)
     ]

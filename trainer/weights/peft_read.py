@@ -78,7 +78,7 @@ def open_adapter(
     Raises UserError if there is no such file, or factors are missing, left over, of another shape or not finite.
     """
     found, shapes = read_tensors(folder), factor_shapes(lora, model)
-    keys, copies = peft_keys(lora, model, names), _copies(lora, model, names)
+    keys, copies = peft_keys(lora, model, names), _copies(model, names)
     idle = {key.removesuffix(".weight") + tail for key in copies for tail in _IDLE} - {*keys.values()}
     found = {key: values for key, values in found.items() if key not in idle}
     for target in lora.targets:
@@ -106,7 +106,7 @@ def open_adapter(
     return OpenAdapter(tensors, {name: found[key] for key, name in own.items()}, folder, dict(lora.tokens))
 
 
-def _copies(lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, str]:
+def _copies(model: PreTrainedModel, names: Mapping[str, str]) -> dict[str, str]:
     """Key → parameter of the copies of the model's embedding and head that PEFT may have saved."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     found: dict[str, str] = {}

@@ -4,13 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.hub_names import hub_error, is_hub_name, pinned, split
+from shardwright.files.hub_names import is_hub_name, pinned, split
 from shardwright.model.meta_model import means_weights
 from shardwright.weights.formats.format import DEQUANTIZED
 from shardwright.weights.hub_files import repository_files, weight_files
@@ -46,17 +44,7 @@ def contents(asked: str, model: PreTrainedModel) -> tuple[list[TensorKind], User
 def _remote(asked: str) -> list[RemoteFile]:
     """The files of weights in a repository, of which the index alone is fetched; raises UserError as `fetched` does."""
     repository, commit = split(pinned(asked))
-    there = repository_files(f"{repository}@{commit}")
-
-    def read(file: str) -> bytes:
-        return Path(hf_hub_download(repository, file, revision=commit)).read_bytes()
-
-    try:
-        names = weight_files(asked, there, read)
-    except UserError:
-        raise
-    except Exception as error:  # the hub client raises many kinds
-        raise hub_error(f"the weights of {asked}", asked, error) from error
+    names = weight_files(asked, repository, commit, repository_files(f"{repository}@{commit}"))
     pickled = [name for name in names if is_state_dict(name)]
     if pickled:
         raise UserError(

@@ -8,14 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwright.arguments.data_options import ROLE_OF
+
 _FILE_KINDS = ("json", "text", "csv", "parquet", "arrow")  # `path` of a dataset whose files are named beside it
-# alias → role, of conversations that are read as they are
-_ROLES = {
-    "system": ("system", "developer"),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "model", "chatgpt", "bot", "function_call"),
-    "tool": ("tool", "observation", "function", "function_response", "ipython"),
-}
+_READ_AS = {"developer": "system", **ROLE_OF}  # alias → role, of conversations that are read as they are
 
 
 def first_to_train_on(value: Any) -> str:
@@ -93,6 +89,6 @@ def known_roles(value: Any) -> Any:
     found = json.loads(value) if isinstance(value, str) else value
     for role, aliases in found.items():
         for alias in [aliases] if isinstance(aliases, str) else aliases:
-            if alias not in _ROLES.get(role, ()):
+            if _READ_AS.get(alias, alias) != role:
                 raise ValueError(f"{alias} is not read as {role}: rename it to {role} in the data")
     return value

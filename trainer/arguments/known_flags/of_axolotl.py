@@ -81,17 +81,22 @@ ARGUMENTS: Cells = {
     # the data
     "datasets": ours("dataset", "several are mixed by their sizes", several),
     "test_datasets": ours("eval_dataset", read=held_out),
-    "pretraining_dataset": ours("dataset", "learned whole, as it is read", several, options={"streaming": True}),
+    "pretraining_dataset": ours(
+        "dataset", "learned whole, as it is read", several, options={"streaming": True}, fill={"overflow": "split"}
+    ),
     # further keys of an entry of these lists
     "datasets.type": missing(
         "no words are put around a record",
         "records with the columns messages, or prompt and completion, or instruction and output",
-        at={"alpaca chat_template chat_template.default sharegpt completion pretrain": BY_COLUMNS},
+        at={
+            "completion": fills("a long text is learned in pieces", overflow="split"),
+            "alpaca chat_template chat_template.default sharegpt pretrain": BY_COLUMNS,
+        },
     ),
     "datasets.ds_type": "a file's name says its kind",
     "datasets.trust_remote_code datasets.preprocess_shards": NOTHING,
     "datasets.shards datasets.shards_idx": ("a dataset is taken whole", "--max_samples"),
-    "datasets.field": ours("text_column", at={"text": NOTHING}),
+    "datasets.field datasets.text_column": ours("text_column", at={"text": NOTHING}),
     "datasets.field_messages": under("messages conversations"),
     "datasets.field_system": under("system"),
     "datasets.field_chosen": under("chosen"),
@@ -263,7 +268,10 @@ ARGUMENTS: Cells = {
         "there is no such objective here",
         "--objective dpo, ipo, orpo, simpo or kto",
         at={
-            **{name: sets(objective=name) for name in ("dpo", "ipo", "orpo", "simpo", "kto")},
+            **{name: sets(objective=name) for name in ("dpo", "ipo", "orpo", "kto")},
+            "simpo": sets(
+                "the chosen answer's likelihood is not added, as by cpo_alpha (default 1)", objective="simpo"
+            ),
             "grpo": RL,
         },
     ),

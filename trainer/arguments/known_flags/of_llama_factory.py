@@ -135,7 +135,7 @@ ARGUMENTS: Cells = {
         "--objective sft, dpo, ipo, orpo, simpo, kto or reward",
         at={
             "sft": sets(objective="sft"),
-            "pt": sets("texts, learned whole", objective="sft"),
+            "pt": fills("texts, joined and learned whole", objective="sft", packing=True),
             "dpo": fills(objective="dpo"),
             "kto": sets(objective="kto"),
             "rm": sets(objective="reward"),

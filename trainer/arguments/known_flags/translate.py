@@ -108,7 +108,7 @@ def _outcome(name: str, value: Any, look: Look, known: Collection[str]) -> Outco
         return Outcome(name, value, MISSING, f"{at.why}; instead: {at.instead}", nearest=nearest)
     try:
         made = at.made(setting)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:  # a file's value may be of any kind
         return Outcome(name, value, MISSING, f"{word(setting)!r:.80}: {error}")
     if at.suffix:
         return Outcome(name, value, OURS, f"behind --{at.name}", behind={at.name: at.suffix + word(made.pop(at.name))})

@@ -17,11 +17,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "axolotl": {
         "num_train_epochs": 1.0,
         "sequence_length": 512,
+        "overflow": "drop",
         "packing": False,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.03,  # and 100 steps at most
     },
 }
+# programs whose length is that of each answer, in the same words as that of a text; two answers share a row here
+PER_ANSWER = ("llamafactory", "axolotl")
 # the arguments without which a program trains all weights, whatever else is said of an adapter → their values for one
 ADAPTED_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"trl {name}": ("use_peft", ("true", "yes", "1")) for name in ("sft", "dpo", "kto", "reward", "grpo")},

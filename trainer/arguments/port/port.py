@@ -5,23 +5,29 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.arguments.command_line import options_parser
 from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, word
 from shardwright.arguments.known_flags.flag_words import arguments_in, spelling, text_of
+from shardwright.arguments.known_flags.of_trl import BOTH_ANSWERS
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
-from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS
+from shardwright.arguments.option_values import kind_of
+from shardwright.arguments.port.defaults import ADAPTED_BY, DEFAULTS, PER_ANSWER
 from shardwright.arguments.port.no_objective import check_outcomes
 from shardwright.arguments.port.published import Published
 from shardwright.arguments.run_file import RUN_FILE, dumped
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import command
+from shardwright.objectives import DEFAULT, OBJECTIVES
+from shardwright.objectives.segment_objective import SegmentObjective
 
 _OPTIONS = {each.name for each in fields(TrainingArguments)}
+_HINTS = get_type_hints(TrainingArguments)
 _OF_ADAPTERS = {each.name for each in fields(AdapterArguments)}
+_LENGTH = "sequence_length"
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus", "n")  # a launcher's processes
 
 
@@ -93,9 +99,11 @@ def ported(found: Published) -> Port:
     pairs = list(found.pairs)
     if found.program == "llamafactory" and "finetuning_type" not in dict(pairs):
         pairs.append(("finetuning_type", "lora"))
-    made = translated(pairs, _OPTIONS, lambda name: find(name, found.program), near=True)
+    made = translated(_that_count(pairs), _OPTIONS, lambda name: find(name, found.program), near=True)
     check_outcomes(made.outcomes)
-    options = {**made.fill, **made.options}
+    unread = {name for name, value in made.options.items() if not _is_read(name, value)}
+    made.outcomes = [_not_read(each) if each.options.keys() & unread else each for each in made.outcomes]
+    options = {name: value for name, value in {**made.fill, **made.options}.items() if name not in unread}
     if found.objective is not None:
         options.setdefault("objective", found.objective)
     if not _adapted(found.program, dict(pairs)):
@@ -104,7 +112,36 @@ def ported(found: Published) -> Port:
     defaults = {name: value for name, value in DEFAULTS[found.program].items() if name not in options}
     if float(options.get("max_steps") or -1) > 0:
         defaults.pop("num_train_epochs", None)
-    return Port(made.outcomes, _typed(options | defaults), defaults, found.launcher)
+    typed = _typed(options | defaults)
+    if found.program in PER_ANSWER and issubclass(OBJECTIVES[typed.get("objective", DEFAULT)], SegmentObjective):
+        for each in (typed, defaults):
+            each |= {_LENGTH: 2 * each[_LENGTH]} if _LENGTH in each else {}
+        made.outcomes = [_for_both(each, typed[_LENGTH]) for each in made.outcomes]
+    return Port(made.outcomes, typed, defaults, found.launcher)
+
+
+def _that_count(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """``pairs`` without those that have no effect there beside another one, whatever their order."""
+    given, idle = dict(pairs), set()
+    if {"warmup_steps", "warmup_ratio"} <= given.keys():  # the share, unless the steps are more than none
+        idle.add("warmup_steps" if word(given["warmup_steps"]) in ("", "none", "0", "0.0") else "warmup_ratio")
+    if word(given.get("lora_target_linear")) == "true":  # all linear layers, and those that are named
+        idle.add("lora_target_modules")
+    return [pair for pair in pairs if pair[0] not in idle]
+
+
+def _is_read(name: str, value: Any) -> bool:
+    kind = kind_of(_HINTS[name])[0]
+    try:
+        return value is None or kind is bool or kind(text_of(name, value)) is not None
+    except ValueError:
+        return False
+
+
+def _not_read(each: Outcome) -> Outcome:
+    """``each``, of which an option here takes no such value: a share of the steps, as --save_steps, or a word."""
+    names = " and ".join(f"--{name}" for name in each.options)
+    return replace(each, kind=MISSING, options={}, said=f"{names} takes a number, and of steps a whole one")
 
 
 def _adapted(program: str, given: dict[str, Any]) -> bool:
@@ -121,6 +158,12 @@ def _without_adapter(each: Outcome, program: str) -> Outcome:
     return replace(
         each, kind=UNNEEDED, options={}, said=f"because without {ADAPTED_BY[program][0]} all weights are trained"
     )
+
+
+def _for_both(each: Outcome, length: int) -> Outcome:
+    if _LENGTH not in each.options:
+        return each
+    return replace(each, options=each.options | {_LENGTH: length}, said=BOTH_ANSWERS.why)
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:

@@ -160,14 +160,23 @@ def _unformatted(records: Dataset | IterableDataset) -> Dataset | IterableDatase
 
 
 def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
-    """Relative path → file of those under ``root`` whose names end in ``suffix``, sorted.
+    """Relative path → file of those under ``root`` whose names end in ``suffix``, sorted; links are followed.
 
     Left out are hidden files and folders, those in ``left_out``, and what vanishes meanwhile. Raises StorageError if a
     folder can't be listed, or it can't be told whether a file is there.
     """
+    top = os.path.realpath(root)
+    seen = {top}
 
     def kept(names: list[str]) -> list[str]:
         return [name for name in names if not name.startswith(".") and name not in left_out]
+
+    def is_new(folder: str) -> bool:
+        """Whether its files come under no other name, as those of a link within ``root``, or in a circle, do."""
+        real = os.path.realpath(folder)
+        again = real in seen or (os.path.islink(folder) and real.startswith(f"{top}{os.sep}"))
+        seen.add(real)
+        return not again
 
     def unlisted(error: OSError) -> None:
         if not isinstance(error, ABSENT):
@@ -175,11 +184,12 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
 
     files = {}
     with errors("list", str(root)):
-        for folder, inner, names in os.walk(root, onerror=unlisted):
-            inner[:] = kept(inner)
+        for folder, inner, names in os.walk(root, onerror=unlisted, followlinks=True):
+            inner[:] = [name for name in sorted(kept(inner)) if is_new(os.path.join(folder, name))]
             for path in (Path(folder, name) for name in kept(names) if name.endswith(suffix)):
                 if (state := _state(path)) is not None and stat.S_ISREG(state.st_mode):
-                    files[path.relative_to(root).as_posix()] = path
+                    name = path.relative_to(root).as_posix()  # of bytes that are no UTF-8: written as \xe9
+                    files[os.fsencode(name).decode(errors="backslashreplace")] = path
     return dict(sorted(files.items()))
 
 

@@ -8,9 +8,10 @@ Shape legend: S tokens in a row.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,11 @@ def sources_of(dataset: AnyDataset) -> list[Source]:
 def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     """Rows that each source gives of a thousand, by the largest remainder method; UserError if one gives none."""
     total = sum(weights)
-    exact = [BLOCK * weight / total if total else 0.0 for weight in weights]
+    exact = [BLOCK * weight / total if 0 < total < math.inf else 0.0 for weight in weights]
     counts = [math.floor(each) for each in exact]
     for i in sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))[: BLOCK - sum(counts)]:
         counts[i] += 1
-    if not all(counts):
+    if not (all(counts) and any(exact)):
         raise UserError(
             asked=f"--dataset {dataset}",
             found=f"the weights {', '.join(map(str, weights))}",
@@ -164,14 +165,13 @@ class MixedRows:
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> MixedOrder:
         return MixedOrder(self, seed, batch_size, cursor)
 
-    def rows_to_count(self) -> Iterator[Columns]:
-        """Each source's rows, repeated in proportion to its share, to the nearest whole number."""
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """Each source's counts, so often as its rows come beside the others', to the nearest whole number."""
         sizes = [rows.tokens or BLOCK for rows in self.sources]
         per_row = [share / size for share, size in zip(self.shares, sizes, strict=True)]
-        for rows, weight in zip(self.sources, per_row, strict=True):
-            for columns in rows.rows_to_count():
-                for _ in range(max(1, round(weight / min(per_row)))):
-                    yield columns
+        times = [max(1, round(weight / min(per_row))) for weight in per_row]
+        found = (n * rows.token_counts(vocab_size) for n, rows in zip(times, self.sources, strict=True))
+        return functools.reduce(np.add, found)
 
 
 class MixedOrder:

@@ -18,7 +18,7 @@ import numpy as np
 from shardwright.data.records.document_stream import DocumentStream, has_text, key_hash
 from shardwright.data.records.prefetch import ahead, stop_if_the_program_ends
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
-from shardwright.data.rows.rows import ROWS_AT_ONCE, count_in
+from shardwright.data.rows.rows import ROWS_AT_ONCE, count_in, scored_counts
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import hosts
 
@@ -60,8 +60,8 @@ class StreamedRows:
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
         return StreamedOrder(self, seed, batch_size, cursor)
 
-    def rows_to_count(self) -> Iterator[Columns]:
-        yield self.first(ROWS_AT_ONCE)
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        return scored_counts(self.first(ROWS_AT_ONCE), vocab_size)
 
     def first(self, count: int) -> Columns:
         """The first ``count`` rows at most, not shuffled. [rows, S]"""

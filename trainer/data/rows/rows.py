@@ -5,6 +5,7 @@ Shape legend: S tokens in a row.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE,
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
 from shardwright.files.scratch import scratch_folder
+from shardwright.models.ops.labels import IGNORE
 
 FINGERPRINT_ROWS = 64  # stored rows in a fingerprint; reading them takes milliseconds
 ROWS_AT_ONCE = 1024  # rows whose tokens are counted together
@@ -46,8 +48,8 @@ class Rows(Protocol):
             KeyError, TypeError, ValueError: ``cursor`` does not come from an order of these rows.
         """
 
-    def rows_to_count(self) -> Iterator[Columns]:
-        """The rows whose tokens are counted, in groups: all stored rows, or a stream's first. [rows, S]"""
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token is scored: in all stored rows, or in a stream's first. [vocab_size]"""
 
 
 class Order(Protocol):
@@ -72,6 +74,12 @@ def few_rows(rows: int, batch_size: int) -> str:
     least, more = divmod(batch_size, rows)
     times = f"{least} to {least + 1} times" if more else f"{least} times"
     return f"{rows} {'row' if rows == 1 else 'rows'} for a batch of {batch_size}: each comes {times} in it"
+
+
+def scored_counts(columns: Columns, vocab_size: int) -> np.ndarray:
+    """How often each token is scored in rows. [vocab_size]"""
+    tokens = columns.get("labels", columns["input_ids"])
+    return np.bincount(tokens[tokens != IGNORE], minlength=vocab_size)
 
 
 def count_in(cursor: Mapping[str, Any], name: str) -> int:
@@ -120,8 +128,12 @@ class StoredRows:
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StoredOrder:
         return StoredOrder(self, seed, cursor)
 
-    def rows_to_count(self) -> Iterator[Columns]:
+    def groups(self) -> Iterator[Columns]:
+        """All rows in order, as many together as are held at once. [rows, S]"""
         return self._arrays.iter(ROWS_AT_ONCE)
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        return functools.reduce(np.add, (scored_counts(columns, vocab_size) for columns in self.groups()))
 
     def read(self, numbers: np.ndarray) -> Columns:
         """The rows with these numbers. [rows, S], or [rows, S, width]"""

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from shardwright.arguments.data_options import ROLE_OF
 from shardwright.data.records.fields import SAYS, is_empty
 from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.masks import silenced
@@ -18,12 +19,6 @@ from shardwright.errors import a_type
 Message = dict[str, Any]
 ASSISTANT = "assistant"
 ROLES = {"system", "developer", "user", ASSISTANT, "tool"}
-# names of the roles in other formats
-ROLE_OF = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), ASSISTANT),
-    **dict.fromkeys(("function", "observation", "function_response"), "tool"),
-}
 _KEY_OF = {"from": "role", "value": "content"}
 # what a record may not set of the renderer's own arguments
 _OWN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}

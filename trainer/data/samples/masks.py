@@ -22,9 +22,9 @@ def silenced(messages: list[dict[str, Any]], first: int) -> frozenset[int]:
     silent = set()
     for i, message in enumerate(messages):
         for key in _WEIGHTS:
-            if key in message and message[key] not in (0, 1):
-                raise BadRecord("messages", f"message {i + 1} has {key} {message[key]!r}: a loss is on a turn or not")
-            if key in message and not message[key]:
+            if (weight := message.get(key)) not in (None, 0, 1):
+                raise BadRecord("messages", f"message {i + 1} has {key} {weight!r}: a loss is on a turn or not")
+            if weight is not None and not weight:
                 silent.add(i)
             if not message.get(key) or (message["role"] == "assistant" and i >= max(first, 1)):
                 message.pop(key, None)

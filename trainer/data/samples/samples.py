@@ -22,7 +22,7 @@ from shardwright.data.samples.masks import masked
 from shardwright.data.samples.teacher_values import taught_values
 from shardwright.data.samples.template import Rendering, Template, Turn
 from shardwright.data.samples.tokens import Tokens, as_written, in_common
-from shardwright.data.tokenizer import plain_tokens, special_ids
+from shardwright.data.tokenizer import plain_tokens, special_ids, token_ids
 from shardwright.errors import a_type
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import BAD, GOOD, KTO, LOST_NULLS, RecordShape
@@ -114,6 +114,10 @@ class Encoder:
     @functools.cached_property
     def template(self) -> Template:
         return Template(self.tokenizer, self.stops)
+
+    @functools.cached_property
+    def ids(self) -> int:
+        return token_ids(self.tokenizer)
 
     def __call__(self, documents: Sequence[str]) -> list[tuple[int, Group]]:
         """(number, samples) of each of ``documents``, which are records as strings; bad ones are left out.
@@ -220,8 +224,8 @@ class Encoder:
             least = IGNORE if name == "labels" else 0
             if not isinstance(given, list) or not all(type(t) is int and least <= t < 1 << 31 for t in given):
                 raise BadRecord(name, "something other than a list of tokens")
-            if any(t >= len(self.tokenizer) for t in given):
-                raise BadRecord(name, f"token {max(given)}, and the tokenizer has {len(self.tokenizer)}")
+            if any(t >= self.ids for t in given):
+                raise BadRecord(name, f"token {max(given)}, and the tokenizer has {self.ids}")
             arrays.append(np.array(given, dtype=np.int32))
         tokens, labels = arrays
         if tokens.shape != labels.shape:
@@ -232,7 +236,7 @@ class Encoder:
         if self.options.taught is None:
             return [(sample,)]
         seen = np.array(masks.get(MASKS[0], [1] * len(tokens)), dtype=bool)
-        taught = taught_values(values, seen, sample.labels, self.options.taught, len(self.tokenizer))
+        taught = taught_values(values, seen, sample.labels, self.options.taught, self.ids)
         return [(replace(sample, taught=taught),)]
 
     def _completion(self, prompt: str, completion: str) -> Draft:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from shardwright.files.arrays import Array
 from shardwright.model.base_storage import quantization_settings
 from shardwright.weights.formats import bitsandbytes, fp8, gptq, integers, mxfp4, nvfp4
-from shardwright.weights.formats.format import DEQUANTIZED, Format, Parts, Settings
+from shardwright.weights.formats.format import BYTES, DEQUANTIZED, Format, Parts, Settings
 from shardwright.weights.names import dtype_name, first_names
 
 # the first that holds a weight's tensors is its format
@@ -33,7 +33,6 @@ _SERVING = tuple(
 )
 # dtypes that no plain weight has
 _FP8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
-_BYTES = {torch.uint8, torch.int8}
 _WORDS = {torch.int16, torch.int32}
 
 
@@ -144,7 +143,7 @@ def _check_left(tensors: Mapping[str, Array], used: Collection[str]) -> None:
     words = tuple({form.main for form in FORMATS} - {".weight"})  # a weight in int32 is none, and refused as such
 
     def coded(name: str, dtype: torch.dtype) -> bool:
-        return dtype in _FP8 or (dtype in _BYTES and name.endswith(mains)) or (dtype in _WORDS and name.endswith(words))
+        return dtype in _FP8 or (dtype in BYTES and name.endswith(mains)) or (dtype in _WORDS and name.endswith(words))
 
     left = [name for name, array in tensors.items() if name not in used and coded(name, array.dtype)]
     if not left:
