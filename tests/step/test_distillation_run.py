@@ -23,6 +23,7 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
 from shardwright.evaluation.teacher_rows import TaughtCorpus, TaughtRows
+from shardwright.files.cache import SUMS, is_whole
 from shardwright.inputs import RunInputs
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import IGNORE, targets
@@ -138,6 +139,7 @@ def test_what_it_said_is_read_again_and_a_pass_that_was_stopped_goes_on(
     part.mkdir()
     (part / "values.f32").write_bytes(marked.tobytes())
     (part / "done.json").write_text(str(size + 1))
+    (part / SUMS).touch()  # it was stopped by a full disk at its very end
     shutil.rmtree(published)
     again = TaughtCorpus(plain, start.job, start.teacher)
     again.learn(Console(quiet=True))
@@ -145,6 +147,7 @@ def test_what_it_said_is_read_again_and_a_pass_that_was_stopped_goes_on(
     assert (again.train.values[: found.train.starts[size]] == 7.0).all()
     assert again.train.values[found.train.starts[size] :] == pytest.approx(values[found.train.starts[size] :])
     assert not part.exists()
+    assert is_whole(published)
 
 
 def records_of(tokens: list[list[int]], **changes: Any) -> list[dict[str, Any]]:
