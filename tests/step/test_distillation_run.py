@@ -197,8 +197,10 @@ def test_rows_on_disk_hold_what_records_say(folder: Path) -> None:
     ],
 )
 def test_records_that_do_not_say_it_are_refused_by_token(changes: dict[str, Any], words: str) -> None:
-    packer = SamplePacker(byte_tokenizer(), TAUGHT, 8, SampleOptions(taught=TOP))
-    (record,) = records_of([[1, 2, 3]], **changes)
+    packer = SamplePacker(byte_tokenizer(), TAUGHT, 8, SampleOptions(taught=TOP, vocabulary=WORDS))
+    record, padding = records_of([[1, 2, 3]], **changes)[0], records_of([[1, 2, 3]])[0]
+    padding[IDS][1][0] = WORDS - 1  # which the tokenizer lacks
+    assert packer.rows([str(TAUGHT.document(padding))])[TEACHER].max() == WORDS - 1
     with pytest.raises(UserError, match=words):
         packer.rows([str(TAUGHT.document(record))])
 
