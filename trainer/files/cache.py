@@ -19,6 +19,10 @@ T = TypeVar("T")
 SUMS = "checksums.json"  # file → its size and checksum, in each published folder
 
 
+class CacheRefusal(UserError):
+    """The cache can't be written, whatever was to be kept there."""
+
+
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Returns ``load(folder)``. Without a whole one, ``build`` makes it anew in ``scratch`` and it is published.
 
@@ -36,11 +40,11 @@ def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: 
 
 @contextlib.contextmanager
 def written_to_cache(path: Path) -> Iterator[None]:
-    """Turns an error of the disk inside the ``with``, which writes ``path`` into the cache, into a UserError."""
+    """Turns an error of the disk inside the ``with``, which writes ``path`` into the cache, into a CacheRefusal."""
     try:
         yield
     except OSError as error:
-        raise UserError(
+        raise CacheRefusal(
             asked=f"the cache folder {path}",
             found=str(error),
             why="tokenizers, packed rows and compiled steps are kept there",
