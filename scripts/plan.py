@@ -148,8 +148,7 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
         f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and "
         f"{OPTIMIZERS[plan.optim].title} state, by {command('plan')}\n"
     )
-    with open(arguments.write, "x", encoding="utf-8") as file:
-        file.write(recipe_source(made, docstring))
+    write_asked(arguments.write, "--write", recipe_source(made, docstring), new=True)
     say(Terminal(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {use}")
 
 

@@ -14,7 +14,7 @@ os.environ["USE_TORCH_XLA"] = "0"
 
 from shardwright.arguments.command_line import Parser
 from shardwright.errors import command
-from shardwright.files.asked_file import check_new
+from shardwright.files.asked_file import check_new, write_asked
 from shardwright.hosts.output_streams import exit_code
 
 
@@ -55,8 +55,7 @@ def main() -> None:
     if arguments.write is None:
         say(console, f"\n{found.command}")
     else:
-        with open(arguments.write, "x", encoding="utf-8") as file:
-            file.write(found.text)
+        write_asked(arguments.write, "--write", found.text, new=True)
         say(console, f"\nwritten to {arguments.write}; train with it:\n  {command('train')} --config {arguments.write}")
 
 

@@ -166,11 +166,17 @@ def test_libtpu_takes_the_flags_that_a_run_sets(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_libtpu
-def test_what_is_no_hlo_comes_back_as_an_error_with_the_compilers_last_lines() -> None:
+def test_what_is_no_hlo_comes_back_as_an_error_with_the_compilers_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = dataclasses.replace(on_one_chip(128, 128), hlo=b"not a module")
     with pytest.raises(UserError, match="ended with status") as error:
         compile_for(broken, CompileTarget("v5e:1x1", timeout=120))
     assert "Error" in error.value.found.splitlines()[-1]
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    (tmp_path / "compiled").touch()  # a disk that refuses
+    with pytest.raises(UserError, match=f"the cache folder {tmp_path / 'compiled'}"):
+        compile_for(broken, CompileTarget("v5e:1x1", timeout=120))
 
 
 @needs_libtpu

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from shardwright.compile.lowered_graph import TRAIN_STEP
 from shardwright.compile.lowering import EVALUATION
 from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
+from shardwright.files.cache import written_to_cache
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.step.auto_remat import answer, untaken, with_remat
@@ -248,6 +251,21 @@ def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):
     assert asked.count(TRAIN_STEP) == 2 < tried  # the best with all its graphs, and its report
     assert "settings were tried before" in second
     assert first.splitlines()[-1] == second.splitlines()[-1]
+
+
+@pytest.mark.parametrize("search", [{"tune": 60}, {"search": True}], ids=["tune", "search"])
+def test_a_full_disk_is_not_taken_for_a_setting_that_can_not_be(taking, monkeypatch, tmp_path, search):
+    def full(graph: str, job: Job) -> CompileReport:
+        if len(asked) > 3:
+            with written_to_cache(tmp_path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return landscape(taking)(graph, job)
+
+    asked = asked_of(monkeypatch, full)
+    with pytest.raises(UserError, match="No space left on device"):
+        run(ARGS, **search)
+    asked_of(monkeypatch, landscape(taking))
+    assert "No space left" not in run(ARGS, **search)[1]
 
 
 @pytest.mark.parametrize(

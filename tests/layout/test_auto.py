@@ -344,6 +344,7 @@ def test_the_command_writes_a_recipe_says_how_to_use_it_and_never_writes_over_a_
     for words, message in (
         (("--recipe", "auto", "--write", "mine.py"), "a file that is there already"),
         (("--recipe", "auto", "--write", "absent/mine.py"), "no folder absent"),
+        (("--recipe", "auto", "--write", "/proc/mine.py"), "can't be written"),
         (("--recipe", "auto", "--write", "mine"), "does not end in .py"),
         (("--recipe", "llama_tp", "--write", "other.py"), "a recipe that is a file already"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,10 @@ def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_m
     assert "torch 2.9" in str(certificate.said_of(run))
     certificate.write(certificate.subject_of(run), {**content, "proved": False}, "")
     assert str(certificate.said_of(run)).startswith("NOT proved on 2026-01-01")
+    shutil.rmtree(path.parent)
+    path.parent.touch()  # a disk that refuses
+    with pytest.raises(UserError, match=f"write {path.parent}"):
+        certificate.write(certificate.subject_of(run), content, "")
 
 
 @pytest.mark.parametrize("off", [2e-5, float("inf")], ids=["one gradient off", "one missing"])

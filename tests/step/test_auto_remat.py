@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import TrainerState
 
 from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
@@ -57,6 +58,11 @@ def test_an_answer_holds_for_its_job_and_chip_alone(job):
     for damage in ("", "{", json.dumps({"share": "much"}), json.dumps({"share": 7}), "[]"):
         path.write_text(damage)
         assert answer(job, "v5p")[0] == "full"
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.touch()  # a disk that refuses
+    with pytest.raises(UserError, match=f"write {path.parent}"):
+        keep_answer(job, "v5p", 0.375)
 
 
 @pytest.mark.parametrize(

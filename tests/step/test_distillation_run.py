@@ -23,6 +23,7 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
 from shardwright.evaluation.teacher_rows import TaughtCorpus, TaughtRows
+from shardwright.files.cache import SUMS, is_whole
 from shardwright.inputs import RunInputs
 from shardwright.loop import TrainingLoop
 from shardwright.models.ops.labels import IGNORE, targets
@@ -138,6 +139,7 @@ def test_what_it_said_is_read_again_and_a_pass_that_was_stopped_goes_on(
     part.mkdir()
     (part / "values.f32").write_bytes(marked.tobytes())
     (part / "done.json").write_text(str(size + 1))
+    (part / SUMS).touch()  # it was stopped by a full disk at its very end
     shutil.rmtree(published)
     again = TaughtCorpus(plain, start.job, start.teacher)
     again.learn(Console(quiet=True))
@@ -145,6 +147,7 @@ def test_what_it_said_is_read_again_and_a_pass_that_was_stopped_goes_on(
     assert (again.train.values[: found.train.starts[size]] == 7.0).all()
     assert again.train.values[found.train.starts[size] :] == pytest.approx(values[found.train.starts[size] :])
     assert not part.exists()
+    assert is_whole(published)
 
 
 def records_of(tokens: list[list[int]], **changes: Any) -> list[dict[str, Any]]:
@@ -194,8 +197,10 @@ def test_rows_on_disk_hold_what_records_say(folder: Path) -> None:
     ],
 )
 def test_records_that_do_not_say_it_are_refused_by_token(changes: dict[str, Any], words: str) -> None:
-    packer = SamplePacker(byte_tokenizer(), TAUGHT, 8, SampleOptions(taught=TOP))
-    (record,) = records_of([[1, 2, 3]], **changes)
+    packer = SamplePacker(byte_tokenizer(), TAUGHT, 8, SampleOptions(taught=TOP, vocabulary=WORDS))
+    record, padding = records_of([[1, 2, 3]], **changes)[0], records_of([[1, 2, 3]])[0]
+    padding[IDS][1][0] = WORDS - 1  # which the tokenizer lacks
+    assert packer.rows([str(TAUGHT.document(padding))])[TEACHER].max() == WORDS - 1
     with pytest.raises(UserError, match=words):
         packer.rows([str(TAUGHT.document(record))])
 

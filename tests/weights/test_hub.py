@@ -223,6 +223,15 @@ def test_an_adapter_s_folder_as_the_model_is_told_how_it_is_trained_on(tmp_path)
         opened(tmp_path, config_of("llama"))
 
 
+def test_a_folder_above_the_model_is_told_where_the_model_lies(tmp_path):
+    for file in ("run/model/config.json", "quantized/small-Q8_0.gguf"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    for folder, model in (("run", "run/model"), ("quantized", "quantized/small-Q8_0.gguf")):
+        with pytest.raises(UserError, match=f"instead: {tmp_path / model}, which is there"):
+            load_config(str(tmp_path / folder), UNMADE)
+
+
 def test_a_config_that_speaks_of_quantization_beside_plain_tensors_is_no_error(tmp_path):
     config = config_of("llama")
     save_theirs(tmp_path, config)

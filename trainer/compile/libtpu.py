@@ -24,7 +24,7 @@ from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.errors import UserError
-from shardwright.files.cache import cache_root, is_whole, publish
+from shardwright.files.cache import cache_root, is_whole, publish, written_to_cache
 from shardwright.files.scratch import scratch_folder
 from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.models.ops.jax_call import jax, mlir, xla_client
@@ -72,7 +72,8 @@ def compile_for(
     library = find_library(target.libtpu)
     folder = cache_root(cache_dir) / "compiled" / _key(lowered, request, library)
     if not is_whole(folder):
-        _compile(lowered, request, target, folder, library)
+        with written_to_cache(folder):
+            _compile(lowered, request, target, folder, library)
     result, *texts = (folder / name for name in _NAMES)
     hlo, buffers = (gzip.decompress(path.read_bytes()).decode() if path.exists() else "" for path in texts)
     return make_report(lowered, where, json.loads(result.read_text()), hlo, buffers, expected or Expected(), target.dcn)

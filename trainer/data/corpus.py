@@ -334,7 +334,8 @@ class _Packing:
             ]
             key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row]
             key += [sorted(samples.stops), *([samples.groups] if samples.groups else [])]
-            key += [samples.train_on, *samples.segments, *([f"taught {samples.taught}"] if samples.taught else [])]
+            key += [samples.train_on, *samples.segments]
+            key += [f"taught {samples.taught} of {samples.vocabulary}"] if samples.taught else []
             key += [options.date] if options.date else []
         elif options.labels:
             key += ["labels"]

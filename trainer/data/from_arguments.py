@@ -91,6 +91,7 @@ def data_options(
             groups=args.goal.groups,
             segments=args.goal.segments,
             taught=int(args.goal.numbers["teacher_top_k"]) if args.entry.teacher and args.teacher is None else None,
+            vocabulary=config.get_text_config().vocab_size,
             train_on=args.train_on,
         ),
     )

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
+from shardwright.files.asked_file import write_asked
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.report.lines import Terminal, say, waiting
@@ -61,7 +62,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         say(console, f"compiled {generator.compiles} times to generate rows × tokens of {size}")
     if options.output_path is not None and hosts().first:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        Path(options.output_path).expanduser().write_text(text + "\n", encoding="utf-8")
+        write_asked(options.output_path, "--output_path", text + "\n")
         say(console, f"results: {options.output_path}")
     return results
 

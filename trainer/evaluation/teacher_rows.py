@@ -28,7 +28,7 @@ from shardwright.errors import UserError
 from shardwright.evaluation.column_rows import ColumnRows, with_column
 from shardwright.evaluation.reference_rows import ReferenceStep
 from shardwright.evaluation.teacher import VALUES_FORMAT, identity_of, vocabulary_of
-from shardwright.files.cache import cache_root, digest, is_whole, publish
+from shardwright.files.cache import cache_root, digest, is_whole, publish, written_to_cache
 from shardwright.files.folder import Folder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
@@ -200,8 +200,8 @@ def _done(part: Path) -> int:
 
 
 def _publish(part: Path, folder: Path) -> None:
-    (part / _DONE).unlink(missing_ok=True)
-    publish(part, folder)
+    with written_to_cache(folder):
+        publish(part, folder)
     shutil.rmtree(part, ignore_errors=True)  # where another host published its own first
 
 

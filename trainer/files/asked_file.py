@@ -1,15 +1,15 @@
 """Files that an option asks for."""
 
 import os
-from pathlib import Path
 
 from shardwright.errors import UserError
 
 
-def write_asked(path: str, option: str, text: str) -> None:
-    """Writes ``text`` to the file that ``option`` names; UserError where that can't be."""
+def write_asked(path: str, option: str, text: str, *, new: bool = False) -> None:
+    """Writes ``text`` to the file that ``option`` names, a ``new`` one; UserError where that can't be."""
     try:
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        with open(os.path.expanduser(path), "x" if new else "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise UserError(
             asked=f"{option} {path}",
@@ -21,13 +21,16 @@ def write_asked(path: str, option: str, text: str) -> None:
 
 def check_new(path: str, option: str, example: str, ending: str = "") -> None:
     """Raises UserError unless ``path``, which ``option`` names, can be a new file with that ``ending``."""
-    folder = os.path.dirname(path) or "."
-    if os.path.lexists(path):
+    file = os.path.expanduser(path)
+    folder = os.path.dirname(file) or "."
+    if os.path.lexists(file):
         found = "a file that is there already"
     elif not path.endswith(ending):
         found = f"a name that does not end in {ending}"
     elif not os.path.isdir(folder):
         found = f"no folder {folder}"
+    elif not os.access(folder, os.W_OK):
+        found = f"a folder {folder} that can't be written to"
     else:
         return
     raise UserError(

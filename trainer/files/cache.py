@@ -1,11 +1,12 @@
 """The cache of results that are slow to make: tokenizers, packed rows, compiled steps."""
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ T = TypeVar("T")
 SUMS = "checksums.json"  # file → its size and checksum, in each published folder
 
 
+class CacheRefusal(UserError):
+    """The cache can't be written, whatever was to be kept there."""
+
+
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Returns ``load(folder)``. Without a whole one, ``build`` makes it anew in ``scratch`` and it is published.
 
@@ -26,13 +31,25 @@ def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: 
     if is_whole(folder):
         return load(folder)
     made = scratch / folder.name
-    try:
+    with written_to_cache(folder):
         made.mkdir()
         build(made)
         publish(made, folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
     return load(folder)
+
+
+@contextlib.contextmanager
+def written_to_cache(path: Path) -> Iterator[None]:
+    """Turns an error of the disk inside the ``with``, which writes ``path`` into the cache, into a CacheRefusal."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheRefusal(
+            asked=f"the cache folder {path}",
+            found=str(error),
+            why="tokenizers, packed rows and compiled steps are kept there",
+            instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
+        ) from error
 
 
 def is_whole(folder: Path) -> bool:
@@ -59,7 +76,7 @@ def publish(made: Path, folder: Path) -> None:
 
     Another process's folder, of equal content, stays.
     """
-    files = [path for path in sorted(made.rglob("*")) if path.is_file()]
+    files = [path for path in sorted(made.rglob("*")) if path.is_file() and path != made / SUMS]  # of an earlier try
     (made / SUMS).write_text(json.dumps({str(path.relative_to(made)): _checksum(path) for path in files}))
     for path in (*made.rglob("*"), made):
         _sync(path)
@@ -94,21 +111,10 @@ def cache_path(cache_dir: Path | None = None) -> Path:
 def cache_root(cache_dir: Path | None = None) -> Path:
     """:func:`cache_path`, made if need be. Raises UserError if it is not writable."""
     root = cache_path(cache_dir)
-    try:
+    with written_to_cache(root):
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
-    except OSError as error:
-        raise _unwritable(root, error) from error
     return root
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        asked=f"the cache folder {folder}",
-        found=str(error),
-        why="tokenizers, packed rows and compiled steps are kept there",
-        instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
-    )
 
 
 def digest(content: Sequence[Any]) -> str:

@@ -96,10 +96,20 @@ def _check_path(model: str) -> None:
     if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
         found, instead = f"no file {config_file}", nearest_beside(model) * (not os.path.exists(path))
         instead += "the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1"
+        if below := _models_below(path):
+            instead = f"{below[0]}, which is there; or {instead}"
         if os.path.isfile(path / ADAPTER_CONFIG):
             found, instead = f"{found}, but {ADAPTER_CONFIG}", ADAPTERS_MODEL
         why = "a local model is a config.json, or a folder that has one"
         raise UserError(asked=f"model {model}", found=found, why=why, instead=instead)
+
+
+def _models_below(path: Path) -> list[Path]:
+    """The model that a run has left in its output folder ``path``, or the GGUF files of a folder."""
+    if not os.path.isdir(path):
+        return []
+    left = path / "model"
+    return [left] * os.path.isfile(left / "config.json") + sorted(path.glob("*.gguf"))
 
 
 def _config_at(model: str) -> PretrainedConfig:

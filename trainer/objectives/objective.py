@@ -23,8 +23,8 @@ Batch = Mapping[str, Tensor]
 _LOSS_OF_ITS_OWN = {
     "compute_loss_func": "the objective is the loss, and there is one loss",
     "compute_metrics": "it is given tokens and their targets, and an evaluation adds up what the objective counts",
-    "train_mtp": "MTP layers learn further tokens of a text, and the objective is on no single tokens",
-    "predict": "it tells of each token what the model says, and the objective is on no single tokens",
+    "train_mtp": "MTP layers learn further tokens of a text, of which the objective says nothing",
+    "predict": "it tells what the model says of each token that stands there, and the objective is another",
 }
 # columns of refused records: what the model would see beside the text, and whether an answer is a good one (KTO)
 MEDIA = ("image", "images", "audio", "audios", "video", "videos", "pixel_values")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from shardwright.arguments.data_options import DataArguments
 from shardwright.arguments.output_options import OutputArguments
 from shardwright.errors import UserError, command
-from shardwright.files.cache import cache_path, cache_root, digest
+from shardwright.files.cache import cache_path, digest
+from shardwright.files.folder import Folder
 from shardwright.hosts.versions import other_versions
 from shardwright.job import Job
 from shardwright.prove.small_job import small_config, small_mesh
@@ -62,14 +62,9 @@ def subject_of(job: Job) -> Subject:
 
 def write(subject: Subject, content: dict[str, Any], page: str) -> tuple[Path, Path]:
     """Writes the certificate as JSON and as a page, each whole or not at all; returns their paths."""
-    folder = cache_root() / FOLDER
-    folder.mkdir(exist_ok=True)
-    paths = folder / f"{subject.key}.json", folder / f"{subject.key}.html"
-    for path, text in zip(paths, (json.dumps(content, indent=2) + "\n", page), strict=True):
-        made = path.with_suffix(f".{os.getpid()}")
-        made.write_text(text, encoding="utf-8")
-        made.replace(path)
-    return paths
+    folder, texts = cache_path() / FOLDER, {".json": json.dumps(content, indent=2) + "\n", ".html": page}
+    Folder(folder).write_each({subject.key + suffix: text.encode() for suffix, text in texts.items()})
+    return folder / f"{subject.key}.json", folder / f"{subject.key}.html"
 
 
 def said_of(job: Job) -> str | None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.rows.mixture import shapes_of
+from shardwright.files.cache import cache_root
 from shardwright.hosts.versions import versions
 from shardwright.job import Job
 from shardwright.prove import certificate, layouts
@@ -37,6 +38,7 @@ def prove(args: TrainingArguments, devices: int, console: Console, dump: Path | 
     """
     started = time.monotonic()
     check_provable(args)
+    cache_root()  # the certificate is written after minutes
     run = run_job(args, devices)
     small = small_job(run)
     say(

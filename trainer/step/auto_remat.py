@@ -5,8 +5,6 @@ The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`),
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwright.errors import command
-from shardwright.files.cache import cache_path, cache_root, digest
+from shardwright.files.cache import cache_path, digest
+from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked
@@ -104,12 +103,8 @@ def with_remat(job: Job, remat: str | float) -> Job:
 
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
     """Cache that ``job``, which says ``auto``, fits ``chip`` with ``share``, and which of ``values`` that keeps."""
-    path = _path(job, chip)
-    cache_root()
-    path.parent.mkdir(exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
-        json.dump({"share": share, "kept": [str(value) for value in values if value.kept]}, made)
-    os.replace(made.name, path)
+    path, content = _path(job, chip), {"share": share, "kept": [str(value) for value in values if value.kept]}
+    Folder(path.parent).write(path.name, json.dumps(content).encode())
     return path
 
 

@@ -14,7 +14,8 @@ from shardwright.compile.report.estimate import Ends, ranged
 from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto
-from shardwright.errors import UserError
+from shardwright.errors import TransientError, UserError
+from shardwright.files.cache import CacheRefusal
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import mesh_text, size
 from shardwright.step.auto_remat import AUTO, is_auto
@@ -143,6 +144,8 @@ def _try(what: str, neighbour: Neighbour, console: Console) -> Trial:
             other, report = compile_auto(other, console)
             return Trial.of(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
         return Trial.of(what, other.compile())
+    except (CacheRefusal, TransientError):  # it says nothing of the setting
+        raise
     except UserError as error:
         return Trial(what, refused=str(error.found))
 

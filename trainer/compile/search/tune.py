@@ -23,8 +23,8 @@ from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.report.estimate import overlap
 from shardwright.compile.search.remat_share import MARGIN
 from shardwright.compile.search.search import Trial, moved_meshes
-from shardwright.errors import UserError, command
-from shardwright.files.cache import cache_root, digest
+from shardwright.errors import TransientError, UserError, command
+from shardwright.files.cache import CacheRefusal, cache_root, digest
 from shardwright.files.folder import Folder
 from shardwright.hosts.versions import code_digest
 from shardwright.layout.load_recipe import shipped_recipes
@@ -178,6 +178,8 @@ class Tuning:
     def _compile(self, setting: Setting, options: CompileArguments) -> Trial:
         try:
             report = CompileJob.of(setting.of(self.args), options).compile()
+        except (CacheRefusal, TransientError):  # it says nothing of the setting
+            raise
         except UserError as error:
             return Trial(str(setting), refused=str(error.found).splitlines()[0])
         return Trial.of(str(setting), report, MARGIN)

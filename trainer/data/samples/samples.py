@@ -67,6 +67,7 @@ class SampleOptions:
     groups: int | None = None  # the most records that share a row; None: as many as fit
     segments: tuple[str, ...] = ()  # the places that a record has in a row's segment numbers; empty: its answers'
     taught: int | None = None  # tokens of a teacher to keep at each target, of records that hold them; None: none
+    vocabulary: int | None = None  # tokens that the model knows, padding's too; None: as many as the tokenizer
     train_on: str = "all"  # the turns of a chat: of shardwright.arguments.data_options.TRAIN_ON
 
 
@@ -236,7 +237,8 @@ class Encoder:
         if self.options.taught is None:
             return [(sample,)]
         seen = np.array(masks.get(MASKS[0], [1] * len(tokens)), dtype=bool)
-        taught = taught_values(values, seen, sample.labels, self.options.taught, self.ids)
+        known = self.options.vocabulary or self.ids
+        taught = taught_values(values, seen, sample.labels, self.options.taught, known)
         return [(replace(sample, taught=taught),)]
 
     def _completion(self, prompt: str, completion: str) -> Draft:

@@ -23,7 +23,7 @@ def taught_values(values: Mapping[str, Any], seen: np.ndarray, labels: np.ndarra
     Args:
         values: the record. Entry t of its lists is on token t given those before it, as vLLM's prompt_logprobs are; the
             ``top`` likeliest of an entry are kept. An entry of a token that is not scored may be null.
-        known: tokens that the tokenizer has.
+        known: tokens that the student knows; an embedding may have rows that its tokenizer never asks for.
         seen: which of the record's tokens are the sample's, bool.
 
     Returns:
@@ -49,7 +49,7 @@ def _entry(ids: Any, logps: Any, top: int, place: int, known: int) -> np.ndarray
     if not all(type(i) is int and i >= 0 for i in ids) or len({*ids}) != len(ids):
         raise BadRecord(IDS, f"something other than different tokens in {where}")
     if max(ids) >= known:
-        raise BadRecord(IDS, f"token {max(ids)} in {where}, and the tokenizer has {known}: the teacher's is another")
+        raise BadRecord(IDS, f"token {max(ids)} in {where}, and the student knows {known}: the teacher's is another")
     if not all(type(x) in (int, float) and math.isfinite(x) for x in logps):
         raise BadRecord(LOGPS, f"something other than numbers in {where}")
     order = np.argsort(-np.array(logps, dtype=np.float64), kind="stable")[:top]
