@@ -1,6 +1,5 @@
 """trl's trainers on the plain CPU, in a process without torch_xla: the losses of given batches, one by one.
 
-python scripts/measure/trl_plain.py init FOLDER     a tiny model's weights and tokenizer, and PEFT's first factors
 python scripts/measure/trl_plain.py train FOLDER    FOLDER/batches.json through trl; FOLDER/losses.json
 python scripts/measure/trl_plain.py train64 FOLDER  the same in float64
 
@@ -150,9 +149,5 @@ if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
     case = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)  # for so small a model more threads only wait for one another
-    if what == "init":
-        write_start(folder, case)
-    else:
-        (folder / "losses.json").write_text(
-            json.dumps(train(folder, case, torch.float64 if what == "train64" else torch.float32))
-        )
+    losses = train(folder, case, torch.float64 if what == "train64" else torch.float32)
+    (folder / "losses.json").write_text(json.dumps(losses))
