@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _kind(case: dict[str, Any]) -> tuple[Any, str]:
+def _kind(case: Mapping[str, Any]) -> tuple[Any, str]:
     """The class of the model, and PEFT's word for its task."""
     scores = case["objective"] == "reward"
     return (AutoModelForSequenceClassification, "SEQ_CLS") if scores else (AutoModelForCausalLM, "CAUSAL_LM")
 
 
-def write_start(folder: Path, case: dict[str, Any]) -> None:
+def write_start(folder: Path, case: Mapping[str, Any]) -> None:
     """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
     tokenizer = byte_tokenizer(["<end>", "<pad>"])
     tokenizer.eos_token, tokenizer.pad_token = "<end>", "<pad>"

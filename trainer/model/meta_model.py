@@ -35,8 +35,9 @@ MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 LARGE_ZEROS = 2**16  # elements
 _DRAWS = ("torch.nn.init", "transformers.initialization")  # the latter puts its functions in the former's place
 # what other draws are made of; on meta some of these are computed in Python, and take milliseconds to compute nothing
-_FILLS = (torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.erfinv_, torch.Tensor.clamp_)
-_FILLS += (torch.Tensor.mul_, torch.Tensor.add_, torch.Tensor.zero_, torch.Tensor.fill_)
+_FILLS = tuple(
+    getattr(torch.Tensor, f"{name}_") for name in ("uniform", "normal", "erfinv", "clamp", "mul", "add", "zero", "fill")
+)
 MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # all far beyond any model
 _CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "docs/configs")  # installed; a checkout
 
