@@ -86,15 +86,15 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 # The files that take or wait longest, longest first, so that no process is left with one when the other is done.
 LONGEST = (
-    *("checkpoint/test_resume.py", "hosts/test_restarts.py", "hosts/test_features.py", "hosts/test_jobs.py"),
-    *("step/test_optimizers.py", "compile/test_lowering.py", "hosts/test_failures.py", "compile/test_compile.py"),
-    *("compile/test_graphs.py", "step/test_randomness.py", "compile/test_stored_layout.py"),
-    *("test_scripts_of_others.py", "test_trl.py", "checkpoint/test_lora_run.py", "hosts/test_supervisor.py"),
-    *("models/test_mixers.py", "hosts/test_compiled.py", "test_trainer.py", "test_fuzz.py", "checkpoint/test_kills.py"),
-    *("prove/test_mutations.py", "hosts/test_staging.py", "evaluation/test_lm.py", "step/test_step.py"),
-    *("step/test_spike_run.py", "weights/test_untrained.py", "step/test_generate.py", "test_trainer_api.py"),
-    *("weights/test_load_memory.py", "data/test_streaming.py", "weights/test_tokenizer_files.py"),
-    *("test_families.py", "checkpoint/test_elastic.py", "test_chat_run.py", "prove/test_prove.py"),
+    *("checkpoint/test_resume.py", "hosts/test_failures.py", "hosts/test_features.py", "hosts/test_jobs.py"),
+    *("hosts/test_restarts.py", "compile/test_compile.py", "compile/test_lowering.py", "compile/test_stored_layout.py"),
+    *("test_families.py", "test_trl.py", "checkpoint/test_lora_run.py", "test_scripts_of_others.py"),
+    *("compile/test_graphs.py", "hosts/test_compiled.py", "hosts/test_supervisor.py", "step/test_randomness.py"),
+    *("model/test_real_configs.py", "hosts/test_staging.py", "step/test_optimizers.py", "checkpoint/test_kills.py"),
+    *("test_fuzz.py", "evaluation/test_lm.py", "prove/test_mutations.py", "test_trainer_api.py"),
+    *("weights/test_load_memory.py", "step/test_generate.py", "models/test_mixers.py", "prove/test_prove.py"),
+    *("weights/test_tokenizer_files.py", "test_trainer.py", "step/test_preferences.py", "test_chat_run.py"),
+    *("step/test_kto.py", "checkpoint/test_elastic.py", "step/test_spike_run.py", "checkpoint/test_old_format.py"),
 )
 # Files whose tests share next to nothing: of these, processes take a test at a time.
 SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}

@@ -35,8 +35,8 @@ from rich.table import Table
 from shardwright import TrainingArguments, train
 from shardwright.arguments.command_line import Parser
 from shardwright.data.rows.batches import TrainingBatches
+from shardwright.scripts.measure import trl_plain
 
-PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
 # values beside the loss that are compared, where trl logs them
 MARGINS = ("rewards/margins", "kl", "min_reward", "mean_reward", "max_reward", "accuracy", "margin")
@@ -137,7 +137,7 @@ def _case(
 def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float, float]:
     """Our log of each step, trl's, the mean samples a step, the fullness of our rows, and the limit of a difference."""
     (folder / "case.json").write_text(json.dumps(case))
-    _plain("init", folder)
+    trl_plain.write_start(folder, case)
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in _records(case)))
     entries, batches, full = ours(case, folder)
     (folder / "batches.json").write_text(json.dumps(batches))
@@ -150,11 +150,11 @@ def compared(case: Case, folder: Path) -> tuple[Steps, Steps, float, float, floa
 
 
 def _plain(what: str, folder: Path) -> None:
-    command = [sys.executable, str(PLAIN), what, str(folder)]
+    command = [sys.executable, trl_plain.__file__, what, str(folder)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     if done.returncode:
-        raise SystemExit(f"{PLAIN.name} {what}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise SystemExit(f"trl_plain.py {what}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
 def _records(case: Case) -> Iterator[dict[str, Any]]:

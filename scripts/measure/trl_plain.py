@@ -1,6 +1,5 @@
 """trl's trainers on the plain CPU, in a process without torch_xla: the losses of given batches, one by one.
 
-python scripts/measure/trl_plain.py init FOLDER     a tiny model's weights and tokenizer, and PEFT's first factors
 python scripts/measure/trl_plain.py train FOLDER    FOLDER/batches.json through trl; FOLDER/losses.json
 python scripts/measure/trl_plain.py train64 FOLDER  the same in float64
 
@@ -11,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,13 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _kind(case: dict[str, Any]) -> tuple[Any, str]:
+def _kind(case: Mapping[str, Any]) -> tuple[Any, str]:
     """The class of the model, and PEFT's word for its task."""
     scores = case["objective"] == "reward"
     return (AutoModelForSequenceClassification, "SEQ_CLS") if scores else (AutoModelForCausalLM, "CAUSAL_LM")
 
 
-def write_start(folder: Path, case: dict[str, Any]) -> None:
+def write_start(folder: Path, case: Mapping[str, Any]) -> None:
     """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
     tokenizer = byte_tokenizer(["<end>", "<pad>"])
     tokenizer.eos_token, tokenizer.pad_token = "<end>", "<pad>"
@@ -150,9 +150,5 @@ if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
     case = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)  # for so small a model more threads only wait for one another
-    if what == "init":
-        write_start(folder, case)
-    else:
-        (folder / "losses.json").write_text(
-            json.dumps(train(folder, case, torch.float64 if what == "train64" else torch.float32))
-        )
+    losses = train(folder, case, torch.float64 if what == "train64" else torch.float32)
+    (folder / "losses.json").write_text(json.dumps(losses))

@@ -96,16 +96,17 @@ def test_half_the_devices_of_two_hosts_go_on_with_the_batch_and_the_losses_of_al
 
 def test_two_hosts_go_back_after_a_spike_as_one_does(home, lives, tmp_path):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
+    one_layer = LlamaConfig(**TINY | {"num_hidden_layers": 1})
+    AutoModelForCausalLM.from_config(one_layer).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    # rows that are soon known by heart, and once in an epoch another; of two such documents one is held out
-    usual, odd = "abcde" * 6 + "a", "".join(chr(33 + i * 37 % 90) for i in range(31))
-    others = {100: odd, 200: odd[::-1]}
-    write_records(tmp_path / "odd.jsonl", [{"text": others.get(i, usual)} for i in range(340)])
+    # rows that are soon known by heart, and another, of step 17; its like is held out, as its hash is the lowest
+    usual, odd = "c" * 31, "".join(chr(33 + i * 37 % 90) for i in range(31))
+    others = {150: odd, 240: odd[::-1]}
+    write_records(tmp_path / "odd.jsonl", [{"text": others.get(i, usual)} for i in range(241)])
     job = [
         *("--recipe", "llama_fsdp", "--model", tmp_path / "model", "--dataset", tmp_path / "odd.jsonl"),
-        *("--sequence_length", 32, "--max_steps", 50, "--learning_rate", 1e-2, "--warmup_steps", 0),
-        *("--on_spike", "rollback", "--spike_window", 8, "--logging_steps", 4, "--save_steps", 12),
+        *("--sequence_length", 32, "--max_steps", 22, "--learning_rate", 0.1, "--warmup_steps", 0),
+        *("--on_spike", "rollback", "--spike_window", 8, "--logging_steps", 4, "--save_steps", 6),
         *("--compute", "scan=False,remat=none", "--max_eval_rows", 10),
     ]
     for hosts in (1, 2):

@@ -28,24 +28,25 @@ from tests.support.events import CONFIG, LENGTH, VOCABULARY
 from tests.support.jobs import job_of
 from tests.test_trainer import corpus
 
-STEPS, WINDOW, ROWS = 50, 8, 8
+STEPS, WINDOW, ROWS = 24, 8, 8
+SAVE, EPOCH = 5, 35  # steps; in the first epoch of so many the odd row comes at step 17
 # two layers, since one has spikes of its own; and room for the tokenizer that a run trains
 MODEL = {**CONFIG, "num_hidden_layers": 2, "vocab_size": 304}
 OPTIONS: dict[str, Any] = {
     "sequence_length": LENGTH,
     "max_steps": STEPS,
     "logging_steps": 4,
-    "learning_rate": 1e-2,
+    "learning_rate": 0.1,
     "warmup_steps": 0,
     "spike_window": WINDOW,
     "eval_on_start": False,
-    "save_steps": 12,
+    "save_steps": SAVE,
 }
 
 
 def one_odd_row() -> Corpus:
-    """Rows that are soon known by heart, and one that is other: once an epoch of 40 steps the loss of a batch leaps."""
-    usual = [[i % 5 for i in range(LENGTH)]] * (40 * ROWS - 1)
+    """Rows that are soon known by heart, and one that is other: once an epoch the loss of a batch leaps."""
+    usual = [[1] * LENGTH] * (EPOCH * ROWS - 1)
     odd = [[(i * 37) % VOCABULARY for i in range(LENGTH)]]
     given = corpus()
     tokenizer = given.tokenizer
@@ -88,7 +89,7 @@ def test_a_run_that_skips_says_so_and_goes_on_as_before(skipped):
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_has_the_window_and_the_count_of_one_never_stopped(skipped, tmp_path):
     output, log, _ = skipped
-    saved = spike_of(log) // 12 * 12  # before the spike, and with the window not in step with it
+    saved = (spike_of(log) - 1) // SAVE * SAVE  # before the spike, and with the window not in step with it
     rest = loop(tmp_path / "rest", "skip", resume=output / f"checkpoint-{saved}").train().log_history
     numbers = ("step", "loss", "grad_norm", "skipped_steps", "spike_step", "spike_loss_limit", "spike_grad_norm_limit")
     kept = [[[entry.get(name) for name in numbers] for entry in each if "loss" in entry] for each in (log, rest)]
@@ -148,12 +149,12 @@ def rolled(tmp_path_factory: pytest.TempPathFactory) -> Rolled:
 @pytest.mark.slow
 def test_a_run_that_rolls_back_goes_on_from_the_checkpoint_without_the_batches_up_to_the_spike(skipped, rolled):
     spike = spike_of(skipped[1])
-    saved = (spike - 1) // 12 * 12
+    saved = (spike - 1) // SAVE * SAVE
     assert f"spike:   a spike at step {spike}: its " in rolled.said
     assert f"back to checkpoint-{saved}, and the {spike - saved} batches after it are left out" in rolled.said
     back = next(i for i in range(1, len(rolled.epochs)) if rolled.epochs[i][0] <= rolled.epochs[i - 1][0])
-    assert rolled.epochs[back] == (saved + 1, (spike + 1) / 40)
-    assert rolled.epochs[-1] == (STEPS, (STEPS + spike - saved) / 40)
+    assert rolled.epochs[back] == (saved + 1, (spike + 1) / EPOCH)
+    assert rolled.epochs[-1] == (STEPS, (STEPS + spike - saved) / EPOCH)
     assert not any("skipped_steps" in entry for entry in rolled.log)
     lives = read_lives((rolled.output / "lives.json").read_bytes())
     assert [life.first for life in lives] == [0, saved]
@@ -166,7 +167,7 @@ def test_a_run_that_rolls_back_goes_on_from_the_checkpoint_without_the_batches_u
 @pytest.mark.slow
 def test_a_rollback_is_a_resume_bit_for_bit_and_compiles_no_step(skipped, rolled, tmp_path):
     spike = spike_of(skipped[1])
-    saved = (spike - 1) // 12 * 12
+    saved = (spike - 1) // SAVE * SAVE
     other = loop(tmp_path / "resumed", "rollback", resume=rolled.output / f"checkpoint-{saved}")
     for _ in range(spike - saved):
         next(other.batches)

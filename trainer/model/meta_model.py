@@ -34,6 +34,10 @@ from shardwright.models.layers import mtp, rope
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 LARGE_ZEROS = 2**16  # elements
 _DRAWS = ("torch.nn.init", "transformers.initialization")  # the latter puts its functions in the former's place
+# what other draws are made of; on meta some of these are computed in Python, and take milliseconds to compute nothing
+_FILLS = tuple(
+    getattr(torch.Tensor, f"{name}_") for name in ("uniform", "normal", "erfinv", "clamp", "mul", "add", "zero", "fill")
+)
 MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # all far beyond any model
 _CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "docs/configs")  # installed; a checkout
 
@@ -191,6 +195,8 @@ class _Unallocated(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if getattr(func, "__module__", None) in _DRAWS and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
+        if func in _FILLS and args[0].is_meta and not any(isinstance(other, torch.Tensor) for other in args[1:]):
+            return args[0]
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full):
             size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list) else args)
             if math.prod(size) > MOST_BUFFER:
