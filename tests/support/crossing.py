@@ -221,7 +221,7 @@ class Case:
 
     @property
     def marks(self) -> set[str]:
-        """``rough``: numbers are rounded to few bits; ``quantized``, ``capacity``, ``noisy``, ``random_base``."""
+        """``rough``: numbers are rounded to few bits; what else keeps a relation from being tried."""
         options, found = self.options, set()
         if options.get("base_dtype", "float32") != "float32":
             found.add("quantized")
@@ -229,6 +229,8 @@ class Case:
             found.add("rough")
         if "lora_dropout" in options or "neftune_noise_alpha" in options:
             found.add("noisy")
+        if {"router_z_loss_coef", "router_balance_coef"} & options.keys():
+            found.add("balanced")
         if {"from_scratch", "lora_r"} <= options.keys():
             found.add("random_base")
         return found | ({"capacity"} if "capacity" in options.get("compute", "") else set())

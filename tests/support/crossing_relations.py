@@ -281,20 +281,9 @@ def again(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> 
     options, folder = case.options, str(whole.folder / "model")
     if whole.loop.reference is not None:  # other starting weights
         raise SaysNothing
-    given = {"adapter": folder} if whole.loop.job.lora else {"model": folder}
-    left = (
-        *(["from_scratch"] if "model" in given else []),
-        "load_best",
-        "lr_",
-        "warmup",
-        "lora",
-        "use_",
-        "rank_",
-        "alpha_",
-        "layers_to",
-        "modules_to",
-    )
-    left += ("init_lora", "trainable_token", "save_", "eval_s", "eval_on")
+    given = {"adapter": folder} if whole.loop.job.lora else {"model": folder, "from_scratch": False}
+    left = ("load_best", "lr_", "warmup", "lora", "use_", "rank_", "alpha_", "layers_to", "modules_to", "init_lora")
+    left += ("trainable_token", "save_", "eval_s", "eval_on")
     kept = {k: v for k, v in options.items() if not k.startswith(left)}
     other = live({**kept, **given, "max_steps": 1, "warmup_steps": 0, "eval_on_start": True}, root / "again")
     close = 1e-2 if "rough" in case.marks else 1e-4
