@@ -127,6 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=float, default=0.35, help="of the axes that may leave their first value")
     parser.add_argument("--only", action="append", default=[], help="axis=value,value: every case has one of these")
     parser.add_argument("--relation", choices=RELATIONS, action="append", help="these alone")
     parser.add_argument("--failures", type=Path, default=Path("crossing-failures"))
@@ -161,7 +162,7 @@ def main() -> int:
             jobs[0]["relations"] = asked.relation or jobs[0]["relations"]
         else:
             fixed = {axis: values.split(",") for axis, values in (each.split("=", 1) for each in asked.only)}
-            cases = itertools.islice(crossing.drawn(random.Random(asked.seed), fixed), asked.cases)
+            cases = itertools.islice(crossing.drawn(random.Random(asked.seed), fixed, asked.share), asked.cases)
             jobs = [
                 {"number": i, "case": values, "seed": asked.seed * 10_000 + i, "relations": asked.relation or turn(i)}
                 for i, values in enumerate(cases)

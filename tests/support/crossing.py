@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 
 from shardwright.errors import UserError
 from shardwright.job import Job
@@ -26,6 +32,7 @@ from shardwright.prove.plain import randomise
 from shardwright.scripts import export as export_script
 from tests.support import trl_losses
 from tests.support.chats import CHATML, byte_tokenizer, write_records
+from tests.support.multimodal import VISION
 
 ROWS = 16  # of a step's batch
 PADDING = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")  # at which no reward is read, as there is no other
@@ -44,9 +51,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
         **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
         "n_routed_experts": 4,
+        "num_nextn_predict_layers": 1,
         "num_key_value_heads": 4,
     },
     "sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "seeing": {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", **_SIZES},
+        "vision_config": {"model_type": "clip_vision_model", **VISION, "projection_dim": 32},
+        "image_token_index": 303,
+    },
     "hybrid": {
         "model_type": "qwen3_next",
         **_EXPERTS,
@@ -109,8 +123,8 @@ isolated default: | yes: isolate_documents=True
 overflow default: | left: overflow=truncate_left | drop: overflow=drop | split: overflow=split
 learned answers: | last: train_on=last | all: train_on_prompt=True
 adapter none: | lora: lora_r=4 | dora: lora_r=4 use_dora=True | rslora: lora_r=4 use_rslora=True lora_alpha=4.0
-adapter pissa: lora_r=4 init_lora_weights=pissa | whole: lora_r=4 modules_to_save=embed_tokens,lm_head
-adapter rows: lora_r=4 trainable_token_indices=5,9:12
+adapter pissa: lora_r=4 init_lora_weights=pissa lora_target=q_proj,v_proj
+adapter whole: lora_r=4 modules_to_save=embed_tokens,lm_head | rows: lora_r=4 trainable_token_indices=5,9:12
 adapter patterns: lora_r=4 rank_pattern=q_proj=2 alpha_pattern=v_proj=3 layers_to_transform=1:2
 adapter attention: lora_r=4 lora_target=q_proj,v_proj adapter_format=per_expert
 dropout no: | yes: lora_dropout=0.2
@@ -146,7 +160,7 @@ seed 42: | 7: seed=7
 samples no: | yes: sample_prompts={bases}/prompts.txt sample_tokens=3
 drawn no: | yes: sample_temperature=0.8 sample_top_p=0.9
 staging no: | yes: staging_dir={bases}/staging
-start weights: | random: from_scratch=True
+start weights: | random: from_scratch=True | guesses: from_scratch=True train_mtp=True
 few no: | yes: max_samples=60
 """
 # axis → value → options
@@ -229,8 +243,8 @@ class Case:
             found.add("rough")
         if "lora_dropout" in options or "neftune_noise_alpha" in options:
             found.add("noisy")
-        if {"router_z_loss_coef", "router_balance_coef"} & options.keys():
-            found.add("balanced")
+        if {"router_z_loss_coef", "router_balance_coef", "train_mtp"} & options.keys():
+            found.add("unlike")  # plain transformers has no such loss
         if {"from_scratch", "lora_r"} <= options.keys():
             found.add("random_base")
         return found | ({"capacity"} if "capacity" in options.get("compute", "") else set())
@@ -251,13 +265,15 @@ class Case:
         return Case({**self.values, out: first(out)}, self.bases)
 
 
-def drawn(draw: random.Random, fixed: dict[str, list[str]]) -> Iterator[dict[str, str]]:
+def drawn(draw: random.Random, fixed: dict[str, list[str]], share: float) -> Iterator[dict[str, str]]:
     """Values for all axes, ever again: of thirty draws the one with most pairs of values that did not meet before."""
     met: set[tuple[tuple[str, str], ...]] = set()
 
     def some() -> dict[str, str]:
         # most axes are left at their default, or next to nothing is accepted; what takes minutes comes seldom
-        found = {axis: draw.choice([*values]) if draw.random() < 0.35 else first(axis) for axis, values in AXES.items()}
+        found = {
+            axis: draw.choice([*values]) if draw.random() < share else first(axis) for axis, values in AXES.items()
+        }
         if draw.random() < 0.9:
             found["model"] = draw.choice([name for name in MODELS if name != "hybrid"])
         return found | {axis: draw.choice(values) for axis, values in fixed.items()}
@@ -304,7 +320,7 @@ def plain_model(folder: Path, base: str, job: Job) -> nn.Module:
     """Transformers' model of a folder, or PEFT's of an adapter's on ``base``, whose weights are packed as the run's."""
     adapter = (folder / "adapter_config.json").exists()
     scores = job.args.entry.scores_texts
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if scores else _auto_class(AutoConfig.from_pretrained(base))
     more = {"num_labels": 1} if scores else {}
     made = kind.from_pretrained(base if adapter else folder, dtype=torch.float32, attn_implementation="eager", **more)
     if experts_modules(made):
@@ -317,6 +333,10 @@ def plain_model(folder: Path, base: str, job: Job) -> nn.Module:
             values = made.get_parameter(job.facts.names_in_whole.get(name, name)).data
             values.copy_(packing.unpack(*packing.pack(values, weight), weight, torch.float32))
     return (PeftModel.from_pretrained(made, folder, is_trainable=True) if adapter else made).eval()
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def plain_loss(job: Job, model: nn.Module, batch: Batch, training: bool = False) -> torch.Tensor:
@@ -362,7 +382,8 @@ def write_bases(root: Path) -> None:
     """Models with weights that bfloat16 holds, and records of each kind."""
     for name, config in MODELS.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**_SIZES, **config}), dtype=torch.float32)
+        made = AutoConfig.for_model(**{**_SIZES, **config})
+        model = _auto_class(made).from_config(made, dtype=torch.float32)
         randomise(model)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 import shardwright.run as run
 from shardwright.arguments.run_file import read_options
@@ -21,7 +23,10 @@ from shardwright.data.rows.batches import as_batch, heldout_batches
 from shardwright.errors import UserError
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.evaluation.open_model import open_model
+from shardwright.job import Job
+from shardwright.prove.reference_optimizers import Reference
 from shardwright.step.build import evaluation_step
+from shardwright.step.parameter_updates import NO_DECAY
 from tests.support import crossing
 
 STEPS, SAVED = 6, 4  # of a run; of the checkpoint that is gone on from
@@ -142,8 +147,7 @@ def stepped(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -
     """Plain transformers, with PEFT's adapter, has the logged loss and gradient norm of a step."""
     job, checkpoint = whole.loop.job, whole.folder / f"checkpoint-{SAVED}"
     said = [entry for entry in whole.history if entry["step"] == SAVED + 1 and "loss" in entry]
-    of_parts = job.args.gradient_accumulation_steps > 1 and (job.router_loss or job.args.objective == "kto")
-    if not checkpoint.is_dir() or not said or job.args.logging_steps > 1 or of_parts:
+    if not checkpoint.is_dir() or not said or job.args.logging_steps > 1 or _in_parts(job):
         raise SaysNothing
     if {"noisy", "capacity", "random_base"} & case.marks or {
         "router_z_loss_coef",
@@ -162,6 +166,36 @@ def stepped(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -
         if abs(found - said[0][name]) > close * abs(found) + 1e-5:
             return f"{name} {said[0][name]}, and plain {found}"
     return None
+
+
+def trained(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
+    """Plain transformers under torch's own optimizer has the logged loss and gradient norm of every step."""
+    job, args = whole.loop.job, whole.loop.args
+    more = {"on_spike", "router_bias_update_rate", "from_scratch", "lora_r"} & case.options.keys()
+    if {"noisy", "capacity", "rough", "unlike"} & case.marks or more:
+        raise SaysNothing
+    if args.entry.scores_texts or args.logging_steps > 1 or _in_parts(job):  # a score's head is random
+        raise SaysNothing
+    model = crossing.plain_model(Path(case.options["model"]), case.options["model"], job)
+    named, schedule = dict(model.named_parameters()), args.schedule(whole.loop.rate)
+    optimizer = Reference(named, args, get_parameter_names(model, [nn.LayerNorm], NO_DECAY), whole.loop.rate)
+    whole.loop.batches._begin({"epoch": 0, "row": 0})
+    for said in (entry for entry in whole.history if "grad_norm" in entry):
+        model.zero_grad()
+        loss = crossing.plain_loss(job, model, next(whole.loop.batches), training=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or torch.inf)
+        for name, found in {"loss": loss.item(), "grad_norm": norm.item()}.items():
+            if abs(found - said[name]) > 2e-3 * abs(found) + 1e-5:
+                return f"step {said['step']}: {name} {said[name]}, and plain {found}"
+        optimizer.step(schedule.learning_rate)
+        schedule.advance()
+    return None
+
+
+def _in_parts(job: Job) -> bool:
+    """Whether a step's loss is not that of its rows together, as micro-batches have losses of their own."""
+    return job.args.gradient_accumulation_steps > 1 and (job.router_loss or job.args.objective == "kto")
 
 
 def batched(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
@@ -283,7 +317,7 @@ def again(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> 
         raise SaysNothing
     given = {"adapter": folder} if whole.loop.job.lora else {"model": folder, "from_scratch": False}
     left = ("load_best", "lr_", "warmup", "lora", "use_", "rank_", "alpha_", "layers_to", "modules_to", "init_lora")
-    left += ("trainable_token", "save_", "eval_s", "eval_on")
+    left += ("trainable_token", "save_", "eval_s", "eval_on", "on_sp", "spike")
     kept = {k: v for k, v in options.items() if not k.startswith(left)}
     other = live({**kept, **given, "max_steps": 1, "warmup_steps": 0, "eval_on_start": True}, root / "again")
     close = 1e-2 if "rough" in case.marks else 1e-4
@@ -297,7 +331,7 @@ def unpacked(case: crossing.Case, whole: Life, root: Path, draw: random.Random) 
         raise SaysNothing
     more = {"max_steps": 1, "warmup_steps": 0, "max_eval_rows": 0, "eval_strategy": "no", "eval_on_start": True}
     more |= {"eval_dataset": case.held("one"), "save_strategy": "no"}
-    left = {k: v for k, v in options.items() if not k.startswith(("lr_", "load_best", "packing"))}
+    left = {k: v for k, v in options.items() if not k.startswith(("lr_", "load_best", "packing", "on_sp", "spike"))}
     lives = [live({**left, **more, "packing": packing}, root / f"packing-{packing}") for packing in (True, False)]
     found = ([{"step": 0, **each.evaluated(0)}] for each in lives)
     return different(*found, rel=1e-2 if "rough" in case.marks else 1e-4)
@@ -319,7 +353,7 @@ def felt(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> s
 
 
 # the first are tried of every case
-ALWAYS = (plain, stepped, batched)
+ALWAYS = (plain, stepped, trained, batched)
 OTHERS = (resumed, relaid, evaluated, felt, moved, exported, again, repeated, watched, neutral, merged, unpacked)
 RELATIONS = {f.__name__: f for f in (*ALWAYS, *OTHERS)}
 
