@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -20,10 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,229 +32,14 @@ os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TF_CPP_MIN_LOG_LEVEL="
 os.environ.update(XLA_FLAGS=QUICK_COMPILE, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(HF_DATASETS_DISABLE_PROGRESS_BARS="1", USE_TORCH_XLA="0")
 
-import torch
 import transformers
-from rich.console import Console
 
-import shardwright.run as run
-from shardwright.arguments.run_file import read_options
-from shardwright.arguments.training import TrainingArguments
-from shardwright.data.rows.batches import as_batch
 from shardwright.errors import UserError
-from shardwright.evaluation.evaluation_arguments import EvaluationArguments
-from shardwright.evaluation.open_model import open_model
-from shardwright.step.build import evaluation_step
 from tests.support import crossing
+from tests.support.crossing_relations import ALWAYS, OTHERS, RELATIONS, SaysNothing, live
 
-STEPS, SAVED = 6, 4  # of a run; of the checkpoint that is gone on from
-CLOCK = (
-    "runtime",
-    "per_second",
-    "seconds",
-    "flos",
-    "time",
-    "memory",
-    "save",
-    "compile",
-    "goodput",
-    "restarts",
-    "train_loss",
-)
 SECONDS = 600  # of a case
 TOGETHER = 8  # cases of a process
-NEUTRAL = {  # options → values with which they do nothing
-    "max_grad_norm": 1e9,
-    "z_loss": 0.0,
-    "label_smoothing_factor": 0.0,
-    "router_z_loss_coef": 0.0,
-    "router_balance_coef": 0.0,
-    "lora_dropout": 0.0,
-    "weight_decay": 0.0,
-}
-
-
-class SaysNothing(Exception):
-    """A relation that a run has no part in, such as a resume of a run without a checkpoint."""
-
-
-@dataclass
-class Life:
-    """A run that ended: its loop, what it said, and its folder."""
-
-    loop: Any
-    said: str
-    folder: Path
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        """The log's entries without what a clock says."""
-        entries = json.loads((self.folder / "trainer_state.json").read_text())["log_history"]
-        kept = [{k: v for k, v in each.items() if not any(word in k for word in CLOCK)} for each in entries]
-        return [each for each in kept if each.keys() - {"step", "epoch", "train_loss", "total_flos"}]
-
-    def after(self, step: int) -> list[dict[str, float]]:
-        return [each for each in self.history if each["step"] > step]
-
-    @property
-    def weights(self) -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in sorted((self.folder / "model").glob("*.safetensors"))}
-
-
-def live(options: dict[str, Any], folder: Path) -> Life:
-    said = io.StringIO()
-    loop = run.train(TrainingArguments(**{**options, "output_dir": str(folder)}), Console(file=said, width=200))
-    return Life(loop, said.getvalue(), folder)
-
-
-# ---- relations: each returns what is wrong, or None; raises SaysNothing of a run that has no part in it ----
-
-
-def resumed(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """Stopped at a checkpoint and gone on with is never stopped."""
-    folder, checkpoint = root / "resumed", whole.folder / f"checkpoint-{SAVED}"
-    if not checkpoint.is_dir():
-        raise SaysNothing
-    where = str(checkpoint)
-    if draw.random() < 0.5:  # in its own folder
-        shutil.copytree(whole.folder, folder, ignore=shutil.ignore_patterns("model", f"checkpoint-{STEPS}"))
-        where = "latest"
-    other = live({**case.options, "resume_from_checkpoint": where}, folder)
-    return different(whole.after(SAVED), other.after(SAVED)) or (
-        None if whole.weights == other.weights else f"other weights, from {where}"
-    )
-
-
-def repeated(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """The run.yaml that a run wrote repeats it."""
-    read = read_options(str(whole.folder / "run.yaml"))
-    return different(whole.history, live(read, root / "repeated").history)
-
-
-def relaid(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """Another mesh, split of the batch, or layers one by one: the same within rounding."""
-    if {"capacity", "noisy", "quantized"} & case.marks:
-        raise SaysNothing
-    more = crossing.other_layout(case, draw)
-    other = live({**case.options, **more}, root / "relaid")
-    found = different(whole.history, other.history, rel=2e-3 if "rough" in case.marks else 2e-4)
-    return found and f"{more}: {found}"
-
-
-def plain(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """Plain transformers, with PEFT's adapter, has the run's own held-out loss on the model that it wrote."""
-    loop = whole.loop
-    if {"loss_type", "f_divergence_type"} & case.options.keys():  # whose formulas the reference lacks
-        raise SaysNothing
-    if "quantized" in case.marks or {"load_best_model_at_end", "from_scratch"} & case.options.keys():
-        raise SaysNothing
-    close = 1e-2 if "rough" in case.marks else 2e-4
-    model = crossing.plain_model(whole.folder / "model", case.options["model"], loop.job)
-    for name, rows in loop.evaluator.sets.items():
-        batch = as_batch(rows.read(torch.arange(len(rows)).numpy()))
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            found = crossing.plain_loss(loop.job, model, batch)
-        key = f"eval_{name}_loss" if name else "eval_loss"
-        said = [each[key] for each in whole.history if key in each][-1]
-        if abs(found - said) > close * abs(said) + 1e-6:
-            return f"{key} {said}, and plain {found}"
-    return None
-
-
-def evaluated(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """The last checkpoint and the model folder, opened for an evaluation, have the loss that the run logged."""
-    loop, options = whole.loop, case.options
-    apart = {"load_best_model_at_end", "from_scratch"} & options.keys()
-    if loop.args.entry.scores_texts or loop.reference is not None or apart:
-        raise SaysNothing
-    said = {k: v for k, v in whole.history[-1].items() if k.startswith("eval_")}
-    given = {name: options[name] for name in ("recipe", "mesh", "compute", "base_dtype") if name in options}
-    for place in (whole.folder / f"checkpoint-{STEPS}", whole.folder / "model"):
-        if not place.is_dir():
-            continue
-        asked = EvaluationArguments(model=str(place), tasks="none", **given)
-        placed, _ = open_model(asked, Console(file=io.StringIO()))
-        if loop.args.goal.parts:
-            continue
-        name, rows = next(iter(loop.evaluator.sets.items()))
-        found = evaluation_step(placed)(loop.evaluator._batches(rows, False)).loss
-        key = f"eval_{name}_loss" if name else "eval_loss"
-        if abs(found - said.get(key, found)) > (1e-2 if "rough" in case.marks else 1e-4) * abs(found):
-            return f"{place.name}: {key} {said[key]}, and opened again {found}"
-    return None
-
-
-def exported(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """An export of the last checkpoint is the model folder that the run left."""
-    checkpoint = whole.folder / f"checkpoint-{STEPS}"
-    if not checkpoint.is_dir() or "load_best_model_at_end" in case.options:
-        raise SaysNothing
-    saved = crossing.export(checkpoint, root / "exported")
-    return None if saved == whole.weights else f"other files: {[*saved]} and {[*whole.weights]}"
-
-
-def merged(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """An adapter merged by export has the held-out loss of the adapter beside its base, in plain transformers."""
-    checkpoint = whole.folder / f"checkpoint-{STEPS}"
-    if whole.loop.job.lora is None or not checkpoint.is_dir() or {"quantized"} & case.marks:
-        raise SaysNothing
-    if {"load_best_model_at_end", "from_scratch"} & case.options.keys():
-        raise SaysNothing
-    crossing.export(checkpoint, root / "merged", "--merge", "--format", "fp32")
-    rows = whole.loop.evaluator.first
-    batch = as_batch(rows.read(torch.arange(len(rows)).numpy()))
-    losses = []
-    for folder in (whole.folder / "model", root / "merged"):
-        model = crossing.plain_model(folder, case.options["model"], whole.loop.job)
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            losses.append(crossing.plain_loss(whole.loop.job, model, batch))
-    return (
-        None
-        if abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]) + 1e-6
-        else f"adapter {losses[0]}, merged {losses[1]}"
-    )
-
-
-def neutral(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """Features with values that do nothing are features left off."""
-    free = {k: v for k, v in NEUTRAL.items() if k not in case.options and crossing.means(k, case)}
-    free.pop("max_grad_norm", None)
-    if not free:
-        raise SaysNothing
-    return different(whole.history, live({**case.options, **free}, root / "neutral").history)
-
-
-def felt(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """A value other than the default changes something that is written or said."""
-    axis = draw.choice([name for name, value in case.values.items() if value != crossing.first(name)] or [None])
-    if axis is None:
-        raise SaysNothing
-    without = crossing.Case({**case.values, axis: crossing.first(axis)}, case.bases)
-    try:
-        other = live(without.options, root / "felt")
-    except UserError:
-        raise SaysNothing from None
-    said = [[line for line in each.said.splitlines() if line.startswith("    ")] for each in (whole, other)]
-    same = (whole.history, whole.weights, said[0]) == (other.history, other.weights, said[1])
-    return f"{axis}={case.values[axis]} changes nothing" if same and axis not in crossing.SILENT else None
-
-
-RELATIONS = {f.__name__: f for f in (resumed, plain, relaid, evaluated, felt, exported, repeated, neutral, merged)}
-
-
-def different(one: list[dict[str, float]], other: list[dict[str, float]], rel: float = 0.0) -> str | None:
-    """The first difference of two logs; with ``rel``, one above that share of a value."""
-    names = [[(entry["step"], *sorted(entry)) for entry in log] for log in (one, other)]
-    if names[0] != names[1]:
-        mine, theirs = ([each for each in names[i] if each not in names[1 - i]][:2] for i in (0, 1))
-        return f"other entries: {mine} / {theirs} of {len(one)}, {len(other)}"
-    for mine, theirs in zip(one, other, strict=True):
-        for key, value in mine.items():
-            if value == theirs[key] or (value != value and theirs[key] != theirs[key]):
-                continue
-            close = rel and isinstance(value, float) and abs(value - theirs[key]) <= rel * max(1.0, abs(value))
-            if not close and not (rel and "accurac" in key):
-                return f"step {mine['step']}: {key} {value!r} and {theirs[key]!r}"
-    return None
 
 
 # ---- cases ----
@@ -345,7 +127,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", action="append", default=[], help="axis=value that every case has")
+    parser.add_argument("--share", type=float, default=0.35, help="of the axes that may leave their first value")
+    parser.add_argument("--only", action="append", default=[], help="axis=value,value: every case has one of these")
     parser.add_argument("--relation", choices=RELATIONS, action="append", help="these alone")
     parser.add_argument("--failures", type=Path, default=Path("crossing-failures"))
     parser.add_argument("--replay", type=Path, help="a file of --failures")
@@ -378,8 +161,8 @@ def main() -> int:
             jobs = [json.loads(asked.replay.read_text())]
             jobs[0]["relations"] = asked.relation or jobs[0]["relations"]
         else:
-            fixed = dict(each.split("=", 1) for each in asked.only)
-            cases = itertools.islice(crossing.drawn(random.Random(asked.seed), fixed), asked.cases)
+            fixed = {axis: values.split(",") for axis, values in (each.split("=", 1) for each in asked.only)}
+            cases = itertools.islice(crossing.drawn(random.Random(asked.seed), fixed, asked.share), asked.cases)
             jobs = [
                 {"number": i, "case": values, "seed": asked.seed * 10_000 + i, "relations": asked.relation or turn(i)}
                 for i, values in enumerate(cases)
@@ -390,10 +173,8 @@ def main() -> int:
 
 
 def turn(number: int) -> list[str]:
-    """The relations of a case: the first two, and two of the others."""
-    names = [*RELATIONS]
-    rest = names[2:]
-    return [*names[:2], *(rest[(number * 2 + i) % len(rest)] for i in range(2))]
+    """The relations of a case: those of every case, and two of the others."""
+    return [f.__name__ for f in (*ALWAYS, *(OTHERS[(number * 2 + i) % len(OTHERS)] for i in range(2)))]
 
 
 if __name__ == "__main__":
