@@ -44,8 +44,9 @@ class Lazy:
         names = frozenset() if name is None else frozenset([name])
         return cls(like, lambda where, out: out.copy_(array[where]), array, names)
 
-    @property
-    def __class__(self) -> type:  # some of transformers' operations ask isinstance(…, torch.Tensor)
+    # for isinstance(…, torch.Tensor), which some of transformers' operations ask
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return torch.Tensor
 
     def read(self, where: Slices | None = None) -> torch.Tensor:
