@@ -109,7 +109,7 @@ class Job:
                 f"or --per_device_train_batch_size {self._divided_rows}",
             )
         if self.lora is not None:
-            lora_options.check_use(self.lora, self.adapted, self.unused[0], self.args)
+            lora_options.check_use(self.adapted, self.unused[0], self.args)
 
     @property
     def _divided_rows(self) -> int:

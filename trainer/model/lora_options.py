@@ -187,8 +187,8 @@ def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
             )
 
 
-def check_use(lora: Lora, adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
-    """Refuse options that ``lora`` does not go with, and adapters of ``unused`` parameters."""
+def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
+    """Refuse options that the adapter in ``adapted`` does not go with, and adapters of ``unused`` parameters."""
     if args.router_bias_update_rate:
         raise UserError(
             asked=f"--router_bias_update_rate {args.router_bias_update_rate} with an adapter",
