@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from cProfile import Profile
 from typing import Any
 
 import pytest
@@ -269,6 +270,20 @@ def test_a_token_behind_a_hole_of_the_vocabulary_is_one_of_the_tokenizers() -> N
     encoder = Encoder(tokenizer, SHAPE["input_ids"], Counter(), raising, SampleOptions())
     ((_, (sample,)),) = encoder([json.dumps({"input_ids": [0, 9, 1]})])
     assert sample.tokens.tolist() == [0, 9, 1]
+
+
+def test_tokens_and_masks_of_ones_own_are_not_walked_one_by_one() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    encoder = Encoder(tokenizer, SHAPE["input_ids"], Counter(), raising, SampleOptions())
+
+    def calls(count: int) -> int:
+        record, profile = {"input_ids": [5] * count, "labels": [5] * count, "assistant_masks": [1] * count}, Profile()
+        ((_, (sample,)),) = profile.runcall(lambda: encoder([str(SHAPE["input_ids"].document(record))]))
+        assert sample.scored == count - 1
+        return sum(each.callcount for each in profile.getstats())
+
+    calls(10)  # what is asked of the tokenizer once
+    assert calls(20_000) < calls(10) + 100
 
 
 def test_a_sample_counts_the_targets_that_it_has() -> None:

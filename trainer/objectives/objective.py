@@ -85,6 +85,9 @@ def text_shape(column: str = "text") -> RecordShape:
     return RecordShape("text", (column,))
 
 
+_LEAVES = {int, float, bool, str}
+
+
 def _without_nulls(value: Any, lost: list[str] | None, within: bool = False) -> Any:
     """``value`` without keys that are null: Arrow gives every message the keys of all others.
 
@@ -98,7 +101,9 @@ def _without_nulls(value: Any, lost: list[str] | None, within: bool = False) -> 
             for key, inner in value.items()
             if inner is not None or (within and lost is None)
         }
-    return [_without_nulls(inner, lost, within) for inner in value] if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple) or set(map(type, value)) <= _LEAVES:  # tokens: millions, and no null
+        return value
+    return [_without_nulls(inner, lost, within) for inner in value]
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def masked(values: Mapping[str, Any], tokens: np.ndarray, labels: np.ndarray) ->
 
 
 def _mask(name: str, given: Any, count: int) -> np.ndarray:
-    if not isinstance(given, list) or len(given) != count or any(each not in (0, 1) for each in given):
+    plain = isinstance(given, list) and set(map(type, given)) <= {int, bool, float}
+    if not plain or len(given) != count or not set(given) <= {0, 1}:
         raise BadRecord(name, f"something other than a 0 or a 1 for each of {count} tokens")
     return np.array(given, dtype=bool)

@@ -223,9 +223,10 @@ class Encoder:
         for name in ("input_ids", "labels"):
             given = values.get(name, values["input_ids"])
             least = IGNORE if name == "labels" else 0
-            if not isinstance(given, list) or not all(type(t) is int and least <= t < 1 << 31 for t in given):
+            whole = isinstance(given, list) and set(map(type, given)) <= {int}
+            if not whole or (given and not least <= min(given) <= max(given) < 1 << 31):
                 raise BadRecord(name, "something other than a list of tokens")
-            if any(t >= self.ids for t in given):
+            if given and max(given) >= self.ids:
                 raise BadRecord(name, f"token {max(given)}, and the tokenizer has {self.ids}")
             arrays.append(np.array(given, dtype=np.int32))
         tokens, labels = arrays
