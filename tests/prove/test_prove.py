@@ -17,6 +17,7 @@ from shardwright import Mesh, Recipe, Shard
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.hlo.text import parse
 from shardwright.errors import UserError
+from shardwright.files.cache import cache_path
 from shardwright.inputs import RunInputs
 from shardwright.job import Job
 from shardwright.models.tiny import shrunk
@@ -243,7 +244,7 @@ def test_a_proof_that_finds_a_fault_exits_with_3_and_a_run_then_says_not_proved(
     assert f"off: gradient of model.norm.weight: {off:.1e}, where rounding explains 1e-05" in said
     assert "not proved: 2 of 3 comparisons" in said
     assert str(certificate.said_of(run)).startswith("NOT proved on ")
-    (page,) = (certificate.cache_root() / certificate.FOLDER).glob("*.html")
+    (page,) = (cache_path() / certificate.FOLDER).glob("*.html")
     assert "Off by more than rounding" in page.read_text()
 
 
@@ -262,7 +263,7 @@ def test_an_adapter_on_packed_samples_is_proved_beside_peft_and_the_page_says_so
     assert "proved: " in said
     run = Job.resolve(args, lambda: 8)
     assert str(certificate.said_of(run)).startswith("proved on ")
-    (page,) = (certificate.cache_root() / certificate.FOLDER).glob("*.html")
+    (page,) = (cache_path() / certificate.FOLDER).glob("*.html")
     text = page.read_text()
     assert "PEFT 0.21.2" in text
     assert "self_attn.q_proj.weight_lora_A" in text
