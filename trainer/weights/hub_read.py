@@ -142,7 +142,7 @@ class HubWeights:
             return part
 
         if isinstance(file, RemoteFile):
-            return file.arrays()
+            return file.arrays
         try:
             if file.suffix == GGUF:
                 arrays, counts = gguf_file.open_gguf(file, self.model, lambda count: self.watch(count))

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -18,6 +19,8 @@ from shardwright.weights.names import dtype_name, first_names
 from shardwright.weights.remote_file import RemoteFile
 from shardwright.weights.torch_file import is_state_dict
 from shardwright.weights.weight_files import SAFETENSORS
+
+_AT_ONCE = 8  # files whose headers are fetched: as many as the hub's own client asks for together
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def contents(asked: str, model: PreTrainedModel) -> tuple[list[TensorKind], User
 
 
 def _remote(asked: str) -> list[RemoteFile]:
-    """The files of weights in a repository, of which the index alone is fetched; raises UserError as `fetched` does."""
+    """The files of weights in a repository, of which index and headers are fetched; raises UserError as `fetched`."""
     repository, commit = split(pinned(asked))
     names = weight_files(asked, repository, commit, repository_files(f"{repository}@{commit}"))
     pickled = [name for name in names if is_state_dict(name)]
@@ -53,7 +56,10 @@ def _remote(asked: str) -> list[RemoteFile]:
             why="a state dict has no header that tells what is in it",
             instead="the repository fetched, and its folder",
         )
-    return [RemoteFile(repository, str(commit), name) for name in names if name.endswith(SAFETENSORS)]
+    files = [RemoteFile(repository, str(commit), name) for name in names if name.endswith(SAFETENSORS)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # large repositories have 163 and more, each two round trips away
+        list(pool.map(lambda file: file.arrays, files))
+    return files
 
 
 def _rows(hub: HubWeights) -> Iterator[TensorKind]:

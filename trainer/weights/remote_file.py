@@ -1,5 +1,6 @@
 """A safetensors file in a repository of the hub, of which the header is fetched, and no tensor but small ones."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,9 @@ class RemoteFile:
     revision: str
     name: str
 
+    @functools.cached_property
     def arrays(self) -> dict[str, Array]:
-        """Name -> tensor; the header is fetched, by two requests for a range of bytes.
+        """Name -> tensor; the header is fetched once, by two requests for a range of bytes.
 
         Raises UserError for a header that is none, or if the hub does not give it.
         """
