@@ -41,7 +41,11 @@ def wait_until(holds) -> None:
 
 
 def stop_when(process: int, holds) -> None:
-    """Stops the process at a moment when ``holds``, where a kill then ends it."""
+    """Stops the process at a moment when ``holds``, where a kill then ends it.
+
+    It is stopped first and looked at then, again and again: beside busy neighbours what was seen is over by the time
+    that a signal arrives.
+    """
 
     def stopped() -> bool:  # all of its threads, of which one writes
         try:
@@ -51,12 +55,12 @@ def stop_when(process: int, holds) -> None:
         return all(text.rpartition(")")[2].split()[0] == "T" for text in threads)
 
     while True:
-        wait_until(holds)
         os.kill(process, signal.SIGSTOP)
         wait_until(stopped)
         if holds():
             return
         os.kill(process, signal.SIGCONT)
+        time.sleep(0.003)
 
 
 @pytest.mark.slow
