@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,8 +41,10 @@ class Lives:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.living is not None:  # a test failed while it ran
-            self.kill(self.living.pid)
+        if self.living is not None:  # a test failed while it ran, or when it had ended
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.living.pid, signal.SIGKILL)
+            self.wait()
 
     def start(self, log: Path, *arguments: object) -> int:
         """Starts a run whose output goes to ``log``; returns its process id."""
