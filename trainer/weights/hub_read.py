@@ -175,7 +175,7 @@ class HubWeights:
             raise refused(self.asked, f"{error} (in {files})", why, instead) from error
 
     def _goes_without(self, names: Set[str]) -> Set[str]:
-        """Those of ``names`` that the model has no part of, and its family says so."""
+        """The ``names`` that the model has no part of, and its family says so."""
         ahead = mtp_names(names, self.model.config)
         copies = {name for name in ahead if not self.mtp or mtp.is_copy(name, self.mtp)}
         return (names - self._adjusted(set(), names)[1] - ahead) | copies

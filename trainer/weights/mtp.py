@@ -16,7 +16,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def mtp_names(names: Iterable[str], config: PretrainedConfig) -> set[str]:
-    """Those of the tensors ``names`` of a checkpoint of ``config`` that belong to such layers."""
+    """The ``names`` of tensors, of a checkpoint of ``config``, that belong to such layers."""
     first = config.get_text_config().num_hidden_layers
     layers = range(first, first + max((count for _, _, count in _counts(config)), default=0))
 
