@@ -203,7 +203,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """Of its records, by the name of their file."""
+        """The kind of its records, by the name of their file."""
         return _KINDS.get(self.values["objective"].split("-")[0], {}).get(self.given["_data"], self.given["_data"])
 
     def held(self, sets: str) -> str:

@@ -77,7 +77,7 @@ class Life:
         return [each for each in self.history if each["step"] > step]
 
     def evaluated(self, step: int) -> dict[str, float]:
-        """What the evaluation at ``step`` gave, of all sets."""
+        """The results of the evaluation at ``step``, of all sets."""
         return {k: v for each in self.history if each["step"] == step for k, v in each.items() if k.startswith("eval_")}
 
     @property
@@ -194,7 +194,7 @@ def trained(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -
 
 
 def _in_parts(job: Job) -> bool:
-    """Whether a step's loss is not that of its rows together, as micro-batches have losses of their own."""
+    """True where a step's loss is not that of its rows together, as micro-batches have losses of their own."""
     return job.args.gradient_accumulation_steps > 1 and (job.router_loss or job.args.objective == "kto")
 
 
@@ -288,7 +288,7 @@ def moved(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> 
 
 
 def watched(case: crossing.Case, whole: Life, root: Path, draw: random.Random) -> str | None:
-    """What is logged, evaluated, answered and saved changes no weight, and losses have the same sum."""
+    """Logging, evaluating, answering and saving change no weight, and losses have the same sum."""
     options = case.options
     if {"load_best_model_at_end", "on_spike"} & options.keys():
         raise SaysNothing

@@ -172,7 +172,7 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
         return [name for name in names if not name.startswith(".") and name not in left_out]
 
     def is_new(folder: str) -> bool:
-        """Whether its files come under no other name, as those of a link within ``root``, or in a circle, do."""
+        """True unless its files come under another name too, as those of a link within ``root``, or in a circle, do."""
         real = os.path.realpath(folder)
         again = real in seen or (os.path.islink(folder) and real.startswith(f"{top}{os.sep}"))
         seen.add(real)

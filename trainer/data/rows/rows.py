@@ -49,7 +49,7 @@ class Rows(Protocol):
         """
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token is scored: in all stored rows, or in a stream's first. [vocab_size]"""
+        """The times that each token is scored: in all stored rows, or in a stream's first. [vocab_size]"""
 
 
 class Order(Protocol):
@@ -77,7 +77,7 @@ def few_rows(rows: int, batch_size: int) -> str:
 
 
 def scored_counts(columns: Columns, vocab_size: int) -> np.ndarray:
-    """How often each token is scored in rows. [vocab_size]"""
+    """The times that each token is scored in rows. [vocab_size]"""
     tokens = columns.get("labels", columns["input_ids"])
     return np.bincount(tokens[tokens != IGNORE], minlength=vocab_size)
 
