@@ -37,16 +37,9 @@ from shardwright.step.eval_metrics import (
 from shardwright.weights.hub_push import push_folder
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.fork_server import run
+from tests.support.jobs import SIZES
 from tests.support.paths import ROOT
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 304,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 LENGTH = 32
 
 

@@ -13,6 +13,16 @@ from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import load_config
 
+# of a config for which a model is made whole on the CPU, and trained for a few steps
+SIZES: dict[str, Any] = {
+    "vocab_size": 304,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
 
 def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices: int = 8, **options: Any) -> Job:
     """The job of ``recipe`` on ``config`` (default: its own model), with ``options`` of TrainingArguments."""

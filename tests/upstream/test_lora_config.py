@@ -12,15 +12,7 @@ from shardwright import UserError
 from shardwright.inputs import resolve
 from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import lora_of
-
-SIZES = {
-    "vocab_size": 304,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+from tests.support.jobs import SIZES
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2

@@ -8,7 +8,6 @@ Shape legend: S tokens in a row.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -171,7 +170,7 @@ class MixedRows:
         per_row = [share / size for share, size in zip(self.shares, sizes, strict=True)]
         times = [max(1, round(weight / min(per_row))) for weight in per_row]
         found = (n * rows.token_counts(vocab_size) for n, rows in zip(times, self.sources, strict=True))
-        return functools.reduce(np.add, found)
+        return sum(found, np.zeros(vocab_size, dtype=int))
 
 
 class MixedOrder:

@@ -5,7 +5,6 @@ Shape legend: S tokens in a row.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,7 +132,7 @@ class StoredRows:
         return self._arrays.iter(ROWS_AT_ONCE)
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
-        return functools.reduce(np.add, (scored_counts(columns, vocab_size) for columns in self.groups()))
+        return sum((scored_counts(columns, vocab_size) for columns in self.groups()), np.zeros(vocab_size, dtype=int))
 
     def read(self, numbers: np.ndarray) -> Columns:
         """The rows with these numbers. [rows, S], or [rows, S, width]"""
