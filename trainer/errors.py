@@ -1,11 +1,13 @@
 """UserError, the one error that a user is meant to read; exit codes; the commands that messages name."""
 
+import contextlib
 import difflib
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +27,8 @@ _OVER_NETWORKS = {
     *("aiohttp", "asyncio", "botocore", "concurrent", "fsspec", "gcsfs", "google", "grpc", "httpcore", "httpx"),
     *("huggingface_hub", "multiprocessing", "requests", "s3fs", "socket", "ssl", "urllib3"),
 }
+_OF_THE_GRAPH = "of_the_graph"  # an attribute of such an error
+_TO_DEVICES = ("torch_xla.", "shardwright.xla.")  # modules that send values to devices
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
@@ -128,9 +132,24 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else TERMINATED
     if isinstance(error, UserError):
         return error.code
-    passes = isinstance(error, _MAY_PASS) and not isinstance(error, _COMES_AGAIN)
+    passes = isinstance(error, _MAY_PASS) and not isinstance(error, _COMES_AGAIN) and not hasattr(error, _OF_THE_GRAPH)
     package = type(error).__module__.partition(".")[0]
     return 1 if passes or type(error) is Exception or package in _OVER_NETWORKS else BUG
+
+
+@contextlib.contextmanager
+def building_a_graph() -> Iterator[None]:
+    """Within it no device computes, so torch's RuntimeError comes again: shapes or dtypes of an operation don't agree.
+
+    Not where values are sent to devices, which may be lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if type(error) is RuntimeError and not innermost.f_globals.get("__name__", "").startswith(_TO_DEVICES):
+            setattr(error, _OF_THE_GRAPH, True)
+        raise
 
 
 class Spiked(UserError):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.errors import UserError
+from shardwright.errors import BUG, UserError, exit_code_of
 from shardwright.step import compile_guard
 from shardwright.step.graph_difference import first_difference
+from shardwright.xla import sharding
 from tests.support.cases import Case, make_batch, make_case
 
 
@@ -38,6 +39,24 @@ def place_of(hook: Callable[..., Any], text: str) -> str:
     lines, first = inspect.getsourcelines(hook)
     (number,) = (first + i for i, line in enumerate(lines) if text in line)
     return f"{__file__}:{number}"
+
+
+def test_what_building_the_first_graph_raises_comes_again_and_what_a_device_raises_may_pass(monkeypatch):
+    wrong = [True]
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output @ output if wrong else output
+
+    def code() -> int:
+        with pytest.raises(RuntimeError) as raised:
+            step(case, 1)
+        return exit_code_of(raised.value)
+
+    case = hooked("model.norm", hook)
+    assert code() == BUG
+    del wrong[:]
+    monkeypatch.setattr(sharding, "shards_on_host", lambda *of: [])  # which the runtime refuses
+    assert code() == 1
 
 
 def test_an_operation_that_joins_and_a_batch_of_another_shape_are_named_and_nothing_more_is_learned(monkeypatch):

@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, building_a_graph
 from shardwright.hosts.hosts import hosts
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.graph_difference import Trace, first_difference, graph_text
@@ -44,7 +44,8 @@ class CompileGuard:
         with hosts().watchdog.compiling() if self.first else contextlib.nullcontext():
             self._compare(batch)
             before, compiled = program_count(), compile_count()
-            results = trace(batch)
+            with building_a_graph() if self.first else contextlib.nullcontext():
+                results = trace(batch)
             if self.first:
                 self._graph = graph_text(results)
             run_now(list(results.values()))
