@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +186,23 @@ def test_a_truncated_file_is_named(tmp_path, kept):
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(UserError, match=f"{file.name}[\\s\\S]*truncated or corrupt[\\s\\S]*download {file.name} again"):
         opened(tmp_path, config_of("llama"))
+
+
+def test_a_file_for_which_there_is_too_little_memory_is_not_called_corrupt(tmp_path):
+    size = 16 << 30  # of which the disk holds the header
+    header = json.dumps({"lm_head.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, before[1]))
+    try:
+        with pytest.raises(UserError, match="the kernel grants no mapping") as refused:
+            opened(tmp_path, config_of("llama"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert "corrupt" not in str(refused.value)
 
 
 def test_a_corrupt_file_or_index_is_named(tmp_path):

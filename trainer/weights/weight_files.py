@@ -123,6 +123,10 @@ def unreadable(asked: str, file: Path, error: Exception) -> UserError:
     """The refusal of a file whose opening ended in ``error``."""
     size = os.path.getsize(file) if file.exists() else 0
     found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
+    if isinstance(error, MemoryError) or "Cannot allocate memory" in str(error):
+        why = "a file is mapped whole, though never read whole, and the kernel grants no mapping as large as this one"
+        files = 'files of 5 GB, which save_pretrained(FOLDER, max_shard_size="5GB") writes on a larger machine'
+        return refused(asked, found, why, f"a host with more memory; no `ulimit -v`, if one is set; or {files}")
     why = "the file is truncated or corrupt, or a git-lfs pointer in the place of one"
     instead = f"download {file.name} again"
     if is_state_dict(file.name):
