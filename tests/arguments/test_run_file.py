@@ -127,7 +127,9 @@ def test_options_of_the_command_line_win_and_a_later_file_wins_over_an_earlier(t
     assert args.seed == 2
 
 
-def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them(tmp_path: Path) -> None:
+def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text(
         "learning_rate: 2e-5\nprofile_steps: 10:13\nreport_to: [wandb, mlflow]\nmesh: {fsdp: 4, expert: 2}\n"
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr_rate: 0.1\nmax_restarts: 2\n"
@@ -139,6 +141,11 @@ def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them
     assert (args.mesh, args.lr_scheduler_kwargs) == ("fsdp=4,expert=2", {"min_lr_rate": 0.1})
     assert (args.dataset, args.eval_dataset) == ("a.jsonl:0.7,owner/chats#train:0.3", "chat=b.jsonl,code=c.jsonl")
     assert (asked_limit(with_files(words)), args.seed) == (2, 42)
+    # LLaMA-Factory's, and transformers' rule for two ways to say a warm-up
+    (tmp_path / "run.yaml").write_text("stage: dpo\ncutoff_len: 64\nwarmup_ratio: 0.1\nwarmup_steps: 0\n")
+    (args,) = parse([TrainingArguments], words, None)
+    assert (args.objective, args.sequence_length, args.warmup_steps) == ("dpo", 128, 10)
+    assert "--cutoff_len 64: --sequence_length 128, twice as long" in capsys.readouterr().err
 
 
 def test_unknown_keys_are_refused_by_the_table_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

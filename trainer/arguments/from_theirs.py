@@ -60,7 +60,7 @@ def arguments_like(args: Any, **more: Any) -> TrainingArguments:
     if given.get("max_steps", -1) > 0:
         given.pop("num_train_epochs", None)
     known = {each.name for each in fields(TrainingArguments)}
-    found = translated(given.items(), known, lambda each: find(each, program))
+    found = translated(given.items(), known, lambda each: find(each, program), objective=objective)
     # trl packs texts alone: of answers each record is a row of its own, and a batch has so many
     options = {"objective": objective, "packing": False} if objective else {}
     return TrainingArguments(**{**options, **options_of(found, type(args).__name__), **more})

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from shardwright.arguments.data_options import WEIGHTED
+from shardwright.arguments.known_flags.entry import with_one_warmup
 from shardwright.arguments.known_flags.flag_words import words_of
 from shardwright.errors import UserError, a_type, fault, nearest_beside, without_credentials
 
@@ -76,7 +77,8 @@ def read_options(path: str) -> dict[str, Any]:
         raise _refused(path, f"{a_type(found)}")
     if other := [name for name in found if not isinstance(name, str)]:
         raise _refused(path, f"{other[0]!r}, a name that is no text")
-    return {name.lstrip("-").replace("-", "_"): value for name, value in found.items() if value is not None}
+    named = {name.lstrip("-").replace("-", "_"): value for name, value in found.items() if value is not None}
+    return with_one_warmup(named)
 
 
 def _read(path: str) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS
 
 OURS, UNNEEDED, MISSING = "ours", "not needed", "not to be had"
+BOTH_ANSWERS = "twice as long, for two answers share a row"
 _OFF = {"", "none", "null", "off", "0.0", "[]", "{}", *FALSE_WORDS}  # values that ask for nothing
 
 Reader = Callable[[Any], Any]
@@ -82,6 +83,14 @@ def word(value: Any) -> str:
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value, default=str)
     return str(value)
+
+
+def with_one_warmup(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without the one of warm-up that has no effect in transformers: the steps count, unless they are 0."""
+    if not {"warmup_steps", "warmup_ratio"} <= given.keys():
+        return dict(given)
+    none = word(given["warmup_steps"]) in ("", "none", "0", "0.0")
+    return {name: value for name, value in given.items() if name != ("warmup_steps" if none else "warmup_ratio")}
 
 
 def plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from shardwright.arguments.known_flags.dataset_words import first_to_train_on, several
 from shardwright.arguments.known_flags.entry import (
+    BOTH_ANSWERS,
     DEFAULT,
     NOTHING,
     Cells,
@@ -63,12 +64,7 @@ CUT = missing(
     },
 )
 NOT_CUT = sets("a sample longer than --sequence_length is an error", overflow="error")
-BOTH_ANSWERS = ours(
-    "sequence_length",
-    "twice as long, for two answers share a row",
-    lambda tokens: 2 * int(tokens),
-    at={"none": NOT_CUT},
-)
+FOR_BOTH = ours("sequence_length", BOTH_ANSWERS, at={"none": NOT_CUT})
 
 COMMON: Cells = {
     "model_init_kwargs": ("a model is built from its config", "--model, --revision, --bf16, --compute attention=…"),
@@ -132,7 +128,7 @@ SFT: Cells = {
 
 DPO: Cells = {
     **COMMON,
-    "max_length": BOTH_ANSWERS,
+    "max_length": FOR_BOTH,
     **_OF_REFERENCE,
     **same("beta label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau"),
     "truncation_mode": CUT,
@@ -154,13 +150,13 @@ DPO: Cells = {
 
 KTO: Cells = {
     **COMMON,
-    "max_length": BOTH_ANSWERS,
+    "max_length": FOR_BOTH,
     **_OF_REFERENCE,
     **same("beta desirable_weight undesirable_weight"),
     "loss_type": ours("loss_type", at={"kto": "it is the loss of --objective kto"}),
 }
 
-REWARD: Cells = {**COMMON, "max_length": BOTH_ANSWERS, **same("center_rewards_coefficient")}
+REWARD: Cells = {**COMMON, "max_length": FOR_BOTH, **same("center_rewards_coefficient")}
 
 GRPO: Cells = {
     **COMMON,

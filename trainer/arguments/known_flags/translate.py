@@ -6,11 +6,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.arguments.known_flags.entry import MISSING, NOTHING, OURS, UNNEEDED, Entry, word
+from shardwright.arguments.known_flags.entry import BOTH_ANSWERS, MISSING, NOTHING, OURS, UNNEEDED, Entry, word
 from shardwright.arguments.known_flags.table import find, own
+from shardwright.objectives import OBJECTIVES
+from shardwright.objectives.segment_objective import SegmentObjective
 
 Look = Callable[[str], Entry | None]
 NO_OPTION = "no option"  # the outcome of a name that nobody knows
+_LENGTH = "sequence_length"
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,14 @@ class Translation:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each argument that is taken and has no effect, but asks for something."""
-        taken = [each for each in self.outcomes if each.kind == UNNEEDED and each.said]
-        return [f"{flag(each.name)}: not needed here, {each.said}" for each in taken]
+        """A line for each argument that is taken and has no effect, but asks for something, or has twice its number."""
+        return [
+            f"{flag(each.name)}: not needed here, {each.said}"
+            if each.kind == UNNEEDED
+            else f"{flag(each.name)} {word(each.value)}: {shown(each.options)}, {each.said}"
+            for each in self.outcomes
+            if (each.kind == UNNEEDED and each.said) or (each.kind == OURS and each.said == BOTH_ANSWERS)
+        ]
 
 
 def flag(name: str) -> str:
@@ -63,11 +71,17 @@ def look_up(known: Collection[str]) -> Look:
 
 
 def translated(
-    pairs: Iterable[tuple[str, Any]], known: Collection[str], look: Look, *, near: bool = False
+    pairs: Iterable[tuple[str, Any]],
+    known: Collection[str],
+    look: Look,
+    *,
+    near: bool = False,
+    objective: str | None = None,
 ) -> Translation:
     """Translate ``pairs`` of a name and a value; ``known``: the options there are, whose names go before the table's.
 
-    ``look`` finds the entry of a name. ``near``: take what comes nearest to what is not to be had.
+    ``look`` finds the entry of a name. ``near``: take what comes nearest to what is not to be had. ``objective``: that
+    of the run, where no pair names one. Of answers others' lengths are of one, and two share a row here.
     """
     found = Translation(known=frozenset(known))
     for name, value in pairs:
@@ -81,7 +95,19 @@ def translated(
             found.options[name] = ",".join(f"{part}{text}" for part in word(found.options[name]).split(","))
             found.extended.append(name)
     found.fill = {name: value for name, value in found.fill.items() if name not in found.options}
+    kind = OBJECTIVES.get(str({"objective": objective, **found.fill, **found.options}["objective"]))
+    if kind is not None and issubclass(kind, SegmentObjective):
+        found.outcomes = [_of_a_row(each) for each in found.outcomes]
+        lengths = [each.options for each in found.outcomes if _LENGTH in each.options]
+        found.options |= {_LENGTH: lengths[-1][_LENGTH]} if lengths else {}
     return found
+
+
+def _of_a_row(each: Outcome) -> Outcome:
+    length = str(each.options.get(_LENGTH, ""))
+    if each.name == _LENGTH or not length.isdecimal():
+        return each
+    return replace(each, options=each.options | {_LENGTH: 2 * int(length)}, said=BOTH_ANSWERS)
 
 
 def _outcome(name: str, value: Any, look: Look, known: Collection[str]) -> Outcome:

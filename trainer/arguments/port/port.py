@@ -9,9 +9,8 @@ from typing import Any, get_type_hints
 
 from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.arguments.command_line import options_parser
-from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, word
+from shardwright.arguments.known_flags.entry import MISSING, OURS, UNNEEDED, with_one_warmup, word
 from shardwright.arguments.known_flags.flag_words import arguments_in, spelling, text_of
-from shardwright.arguments.known_flags.of_trl import BOTH_ANSWERS
 from shardwright.arguments.known_flags.table import find
 from shardwright.arguments.known_flags.translate import NO_OPTION, Outcome, shown, translated
 from shardwright.arguments.option_values import kind_of
@@ -99,7 +98,9 @@ def ported(found: Published) -> Port:
     pairs = list(found.pairs)
     if found.program == "llamafactory" and "finetuning_type" not in dict(pairs):
         pairs.append(("finetuning_type", "lora"))
-    made = translated(_that_count(pairs), _OPTIONS, lambda name: find(name, found.program), near=True)
+    made = translated(
+        _that_count(pairs), _OPTIONS, lambda name: find(name, found.program), near=True, objective=found.objective
+    )
     check_outcomes(made.outcomes)
     unread = {name for name, value in made.options.items() if not _is_read(name, value)}
     made.outcomes = [_not_read(each) if each.options.keys() & unread else each for each in made.outcomes]
@@ -112,22 +113,19 @@ def ported(found: Published) -> Port:
     defaults = {name: value for name, value in DEFAULTS[found.program].items() if name not in options}
     if float(options.get("max_steps") or -1) > 0:
         defaults.pop("num_train_epochs", None)
-    typed = _typed(options | defaults)
-    if found.program in PER_ANSWER and issubclass(OBJECTIVES[typed.get("objective", DEFAULT)], SegmentObjective):
-        for each in (typed, defaults):
-            each |= {_LENGTH: 2 * each[_LENGTH]} if _LENGTH in each else {}
-        made.outcomes = [_for_both(each, typed[_LENGTH]) for each in made.outcomes]
-    return Port(made.outcomes, typed, defaults, found.launcher)
+    answers = issubclass(OBJECTIVES[options.get("objective", DEFAULT)], SegmentObjective)
+    if found.program in PER_ANSWER and answers and _LENGTH in defaults:
+        defaults[_LENGTH] *= 2
+    return Port(made.outcomes, _typed(options | defaults), defaults, found.launcher)
 
 
 def _that_count(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """``pairs`` without those that have no effect there beside another one, whatever their order."""
-    given, idle = dict(pairs), set()
-    if {"warmup_steps", "warmup_ratio"} <= given.keys():  # the share, unless the steps are more than none
-        idle.add("warmup_steps" if word(given["warmup_steps"]) in ("", "none", "0", "0.0") else "warmup_ratio")
+    given = dict(pairs)
+    counting = with_one_warmup(given).keys()
     if word(given.get("lora_target_linear")) == "true":  # all linear layers, and those that are named
-        idle.add("lora_target_modules")
-    return [pair for pair in pairs if pair[0] not in idle]
+        counting -= {"lora_target_modules"}
+    return [pair for pair in pairs if pair[0] in counting]
 
 
 def _is_read(name: str, value: Any) -> bool:
@@ -158,12 +156,6 @@ def _without_adapter(each: Outcome, program: str) -> Outcome:
     return replace(
         each, kind=UNNEEDED, options={}, said=f"because without {ADAPTED_BY[program][0]} all weights are trained"
     )
-
-
-def _for_both(each: Outcome, length: int) -> Outcome:
-    if _LENGTH not in each.options:
-        return each
-    return replace(each, options=each.options | {_LENGTH: length}, said=BOTH_ANSWERS.why)
 
 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:
