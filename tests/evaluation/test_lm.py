@@ -164,8 +164,10 @@ def test_what_can_not_be_measured_is_refused_before_a_weight_is_read(here, wrong
 def test_a_folder_without_weights_is_refused(here, tmp_path):
     for path in (here / "model").glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
+    console = Console(record=True, width=200)
     with pytest.raises(UserError, match="the weights are not there"):
-        open_model(options(here, model=str(tmp_path)), Console(quiet=True))
+        open_model(options(here, model=str(tmp_path), max_length=193), console)
+    assert "rows of 193 tokens, and the model's config has 192 positions" in console.export_text()
 
 
 @pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": "some/model", "revision": 2}], ids=str)

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,10 @@ def test_rows_on_disk_hold_what_records_say(folder: Path) -> None:
     given = DataOptions(str(folder / "taught.jsonl"), 8, reads=[TAUGHT], isolate_documents=True, samples=samples)
     corpus = load_corpus(given, byte_tokenizer(), WORDS)
     columns = corpus.train.read(np.arange(10))  # type: ignore[attr-defined]
+    shutil.copy(folder / "taught.jsonl", folder / "more.jsonl")
+    mixed = replace(given, dataset=f"{folder / 'taught.jsonl'}:0.5,{folder / 'more.jsonl'}:0.5")
+    both = load_corpus(mixed, byte_tokenizer(), WORDS).train.sources  # type: ignore[attr-defined]
+    assert all(rows.read(np.arange(9))[TEACHER].any() for rows in both)
     batch = as_batch(columns)
     assert batch[TEACHER].dtype == torch.float32
     said = {json.dumps(each["input_ids"]): each for each in records}
@@ -236,7 +241,14 @@ def test_teachers_that_cannot_teach_are_refused_by_name(folder: Path) -> None:
     half = f"{folder / 'data.jsonl'}:0.5"
     assert "a mixture of datasets" in refused(folder, dataset=f"{half},{half}")
     write_records(folder / "said.jsonl", records_of([[1, 2, 3]]))
-    assert "what a teacher said already" in refused(folder, dataset=str(folder / "said.jsonl"))
+    said = str(folder / "said.jsonl")
+    assert "what a teacher said already" in refused(folder, dataset=said)
+    assert "a mixture of datasets" in refused(folder, dataset=f"{said}:0.5,{said}:0.5")
+    assert "nothing that a teacher said" in refused(folder, teacher=None, dataset=f"{said}:0.5,{half}")
+    held = options(folder, teacher=None, dataset=f"{said}:0.5,{said}:0.5")
+    prepare(held, RunInputs(), [], Console(quiet=True), writes=False)
+    (folder / "other" / "tokenizer.json").write_text("{}")
+    assert "--tokenizer is the student's" in refused(folder, teacher=str(folder / "other"))
     for more, words in (
         ({"streaming": True}, "of a stream no rows are stored"),
         ({"lmbda": 0.5}, "let an inference engine write them"),

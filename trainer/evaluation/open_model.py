@@ -2,12 +2,13 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import manifest
@@ -64,6 +65,12 @@ def open_model(
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {mesh_text(job.plan.mesh)}")
     say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
+    if (length := job.args.sequence_length) > (most := _positions(job.config)):
+        say(
+            console,
+            f"warning: rows of {length:,} tokens, and the model's config has {most:,} positions: what it says of "
+            "a longer row tells little of it",
+        )
     if saved is not None:
         saved.check_tensors(console)
     if saved is not None and job.lora is None:
@@ -139,9 +146,7 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
         )
     length = options.max_length
     if length is None:
-        config = load_config(config_from, UNMADE)
-        known = [stated(config, name) for name in ("n_positions", "max_position_embeddings", "n_ctx")]
-        length = min([LONGEST, *(n for n in known if isinstance(n, int) and n > 1)])
+        length = min(LONGEST, _positions(load_config(config_from, UNMADE)))
     given = {name: getattr(options, name) for name in ("recipe", "mesh", "compute", "weight_dtype")}
     given |= {"model": config_from, "adapter": adapter, "sequence_length": length}
     given["train_mtp"] = saved is not None and saved.arguments.get("train_mtp", False)
@@ -151,6 +156,12 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
     return job
+
+
+def _positions(config: PretrainedConfig) -> int:
+    """The positions that a model was trained with, as its config says; without end where it says nothing."""
+    known = [stated(config, name) for name in ("n_positions", "max_position_embeddings", "n_ctx")]
+    return min((n for n in known if isinstance(n, int) and n > 1), default=sys.maxsize)
 
 
 def _tokenizer(options: EvaluationArguments, saved: RunCheckpoint | None, base: str) -> PreTrainedTokenizerBase:

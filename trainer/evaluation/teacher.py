@@ -100,7 +100,15 @@ def _check_tokenizer(asked: str, name: str, words: int, tokenizer: PreTrainedTok
     if not is_hub_name(name) and not name.endswith(".gguf") and not holds_tokenizer(Path(name)):
         check_vocabulary(tokenizer, words)  # nothing more can be told
         return
-    theirs, ours = open_tokenizer(name).get_vocab(), tokenizer.get_vocab()
+    try:
+        theirs, ours = open_tokenizer(name).get_vocab(), tokenizer.get_vocab()
+    except UserError as error:
+        if "--tokenizer" not in error.instead:
+            raise
+        with_one = "a --teacher whose repository, folder or file holds its tokenizer; --tokenizer is the student's"
+        raise error.with_instead(
+            f"{with_one}; or its safetensors in a folder without one, to go by numbers alone"
+        ) from None
     differs = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
     if differs:
         number, token = min(differs)
@@ -133,16 +141,15 @@ def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> Non
 
     Raises UserError.
     """
-    if len(shapes) > 1 and (args.entry.reference or args.entry.teacher):
+    if len(shapes) > 1 and (args.entry.reference or args.teacher is not None):
         raise not_one_dataset(args)
-    if args.entry.teacher is None:
+    wrong = [shape for shape in shapes if (IDS in shape.required) is (args.teacher is not None)]
+    if args.entry.teacher is None or not wrong:
         return
-    given = IDS in shapes[0].required
-    if given is not (args.teacher is not None):
-        return
+    given = args.teacher is not None
     raise UserError(
         asked=f"--objective {args.objective}" + (f" --teacher {args.teacher}" if given else " without --teacher"),
-        found=f"records with {', '.join(shapes[0].required)}",
+        found=f"records with {', '.join(wrong[0].required)}",
         why="they hold what a teacher said already" if given else "they hold nothing that a teacher said",
         instead=f"no --teacher, or records without {IDS} and {LOGPS}"
         if given
