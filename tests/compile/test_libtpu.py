@@ -239,6 +239,9 @@ def test_a_compiler_that_aborts_is_an_error_with_its_last_lines(monkeypatch: pyt
     with pytest.raises(UserError, match=r"status -6 \(an abort\)") as error:
         compile_for(on_one_chip(512, 512), CompileTarget("v5e:1x1", timeout=60))
     assert "Check failed: !IsManual()" in error.value.found
+    monkeypatch.setattr(libtpu, "_CHILD", ("-c", "import os; os.kill(os.getpid(), 9)"))  # as the kernel does
+    with pytest.raises(libtpu.CompilerKilled, match="for want of memory"):
+        compile_for(on_one_chip(512, 512), CompileTarget("v5e:1x1", timeout=60))
 
 
 def test_without_libtpu_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

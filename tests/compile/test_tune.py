@@ -21,6 +21,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile import compile_command
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_command import DOES_NOT_FIT
+from shardwright.compile.libtpu import CompilerKilled
 from shardwright.compile.lowered_graph import TRAIN_STEP
 from shardwright.compile.lowering import EVALUATION
 from shardwright.compile.report.report import CompileReport
@@ -251,6 +252,18 @@ def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):
     assert asked.count(TRAIN_STEP) == 2 < tried  # the best with all its graphs, and its report
     assert "settings were tried before" in second
     assert first.splitlines()[-1] == second.splitlines()[-1]
+
+
+def test_a_setting_whose_compiler_was_killed_is_tried_again_by_the_next_search(taking, monkeypatch):
+    def killed(graph: str, job: Job) -> CompileReport:
+        if job.args.per_device_train_batch_size > 1:
+            raise CompilerKilled(asked="a compile", found="the compiler was killed", why="", instead="")
+        return landscape(taking)(graph, job)
+
+    asked_of(monkeypatch, killed)
+    assert "can't be: the compiler was killed" in run(ARGS, tune=60)[1]
+    asked_of(monkeypatch, landscape(taking))
+    assert parsed(run(ARGS, tune=60)[1]).per_device_train_batch_size > 1
 
 
 @pytest.mark.parametrize("search", [{"tune": 60}, {"search": True}], ids=["tune", "search"])

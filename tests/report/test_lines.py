@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from shardwright.report import lines
 from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
 from shardwright.report.bars import byte_bar, step_bar
 from shardwright.report.escapes import escaped
@@ -74,6 +76,15 @@ def test_a_pipe_is_as_wide_as_its_lines(monkeypatch) -> None:
     file, folder = io.StringIO(), "output/" + "a" * 200
     Terminal(file=file).print(closing_table((1.0, 0.5, 2.0), [], "train step 1", folder))
     assert folder in file.getvalue()
+
+
+def test_a_pipe_is_told_each_minute_what_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(lines, "_MINUTE", 0.02)
+    told = Terminal(file=io.StringIO())
+    with waiting(told, "compiling …"):
+        while told.file.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    assert told.file.getvalue().startswith("still: compiling … (0:00)\n")
 
 
 def test_a_line_keeps_its_length_and_has_no_colours() -> None:

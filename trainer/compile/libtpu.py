@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,10 @@ _LINES_SHOWN = 12  # of the compiler's own words in an error message
 _KERNEL = re.compile(r'(?<="custom_call_config": \{"body": ")[A-Za-z0-9+/=]+')  # of Pallas: MLIR in base64
 _CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
+
+
+class CompilerKilled(UserError):
+    """The compiler was killed, which says nothing of what it compiled."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,13 @@ def _compile(
             if ended is None:
                 how = f"no result after {target.timeout:g} s; the compiler was killed"
                 raise _failure(target, lowered.graph, how, last, "a longer timeout, or a smaller model first")
+            if ended == -signal.SIGKILL:
+                how, again = (
+                    "the compiler was killed (SIGKILL), as the kernel does for want of memory",
+                    "the same command",
+                )
+                again += " on a machine with more memory, or with less beside it"
+                raise _failure(target, lowered.graph, how, last, again, CompilerKilled)
             how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
             unknown = any("Invalid TPU external name" in line for line in last)
             newer = f"a newer libtpu than {library.version}, by pip install -e '.[tpu]' or --libtpu" if unknown else ""
@@ -190,10 +202,17 @@ def _lines_of(text: str) -> list[str]:
     return [x for x in lines if x.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", x)]
 
 
-def _failure(target: CompileTarget, graph: str, how: str, lines: list[str], instead: str = "") -> UserError:
+def _failure(
+    target: CompileTarget,
+    graph: str,
+    how: str,
+    lines: list[str],
+    instead: str = "",
+    kind: type[UserError] = UserError,
+) -> UserError:
     flags = f" with {target.flags}" if target.flags else ""
     unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
-    return UserError(
+    return kind(
         asked=f"compiling the {graph} for {target.slices} × {target.topology}{flags}",
         found="\n           ".join(line[:300] for line in [how, *lines]),
         why="without its result there is no telling what the run takes on this TPU",

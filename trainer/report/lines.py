@@ -2,7 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
@@ -11,8 +13,10 @@ from rich.segment import Segment
 from rich.text import Text
 
 from shardwright.report.escapes import escaped
+from shardwright.report.units import duration
 
 _WIDE = 1000  # columns of a pipe or a file, where nothing needs to be wrapped
+_MINUTE = 60.0  # seconds
 
 
 class Terminal(Console):
@@ -45,5 +49,22 @@ def say(console: Console, text: str) -> None:
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
-    """A context that shows ``text`` with a spinner, on a terminal only."""
-    return console.status(Text(text)) if console.is_terminal else contextlib.nullcontext()
+    """A context that shows ``text`` with a spinner on a terminal; elsewhere it says so after each minute."""
+    return console.status(Text(text)) if console.is_terminal else _said_each_minute(console, text)
+
+
+@contextlib.contextmanager
+def _said_each_minute(console: Console, text: str) -> Iterator[None]:
+    done, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(_MINUTE):
+            say(console, f"still: {text} ({duration(time.monotonic() - began)})")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()

@@ -20,6 +20,7 @@ from rich.console import Console
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_job import CompileJob
+from shardwright.compile.libtpu import CompilerKilled
 from shardwright.compile.report.estimate import overlap
 from shardwright.compile.search.remat_share import MARGIN
 from shardwright.compile.search.search import Trial, moved_meshes
@@ -93,6 +94,7 @@ class Tuning:
         key = digest([json.dumps([asked, held], default=str), code_digest()])
         self.path = cache_root() / "tuned" / f"{key}.json"
         self.tried: dict[Setting, Trial] = {}
+        self._untold: set[Setting] = set()  # those whose compiler was killed: tried once, and not kept
         # there is none, or none that can be read
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             self.tried = {
@@ -181,11 +183,15 @@ class Tuning:
         except (CacheRefusal, TransientError):  # it says nothing of the setting
             raise
         except UserError as error:
+            if isinstance(error, CompilerKilled):
+                self._untold.add(setting)
             return Trial(str(setting), refused=str(error.found).splitlines()[0])
         return Trial.of(str(setting), report, MARGIN)
 
     def _write(self) -> None:
-        content = [[asdict(setting), asdict(trial)] for setting, trial in self.tried.items()]
+        content = [
+            [asdict(setting), asdict(trial)] for setting, trial in self.tried.items() if setting not in self._untold
+        ]
         Folder(self.path.parent).write(self.path.name, json.dumps(content).encode())
 
 
