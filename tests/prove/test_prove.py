@@ -29,7 +29,7 @@ from shardwright.prove.formulas import FORMULAS
 from shardwright.prove.prove_command import NOT_PROVED, certify, prove, run_job
 from shardwright.prove.reference_optimizers import REFEREES
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
-from shardwright.prove.trajectory import Difference
+from shardwright.prove.trajectory import Difference, Trajectory, judged
 from shardwright.run import _for_samples
 from tests.support.cases import relative
 from tests.support.jobs import job_of
@@ -228,6 +228,27 @@ def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_m
     path.parent.touch()  # a disk that refuses
     with pytest.raises(UserError, match=f"write {path.parent}"):
         certificate.write(certificate.subject_of(run), content, "")
+
+
+@pytest.mark.parametrize(
+    ("entries", "gradient", "good"),
+    [(1, 1.6e-8, True), (1, 0.0, False), (1, 4e-3, False), (2, 1.6e-8, False)],
+    ids=["no direction", "no gradient at all", "a gradient", "more than a few"],
+)
+def test_an_entry_that_rounding_alone_moves_tells_nothing_and_any_other_does(
+    entries: int, gradient: float, good: bool
+) -> None:
+    """AdamW's first step moves an entry by g / (|g| + 1e-8), so by rounding's direction where g is no more."""
+
+    def trajectory(moved: float) -> Trajectory:
+        gradients, change = torch.full((64,), 4e-3), torch.full((64,), 1e-3)
+        gradients[:entries], change[:entries] = gradient, moved
+        return Trajectory([1.0], [1.0], {"norm.weight": gradients}, {"norm.weight": change})
+
+    plain = trajectory(1e-3)
+    (found,) = (each for each in judged(trajectory(1.1e-3), plain, lambda: plain) if each.quantity == "weight")
+    assert found.good == good
+    assert ("but for 1 of 64 entries" in found.name) == good
 
 
 @pytest.mark.parametrize("off", [2e-5, float("inf")], ids=["one gradient off", "one missing"])

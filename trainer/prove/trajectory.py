@@ -20,6 +20,7 @@ TOLERANCES: Mapping[str, tuple[float, float]] = {
 COARSE: Mapping[str, tuple[float, float]] = {"loss": (5e-3, 2e-2), "gradient": (2e-2, 0.5)}
 _FLOOR = 1e-6  # of all gradients together: below it a gradient is mostly rounding
 _TIMES = 4  # the plain model's own rounding, ours may be
+_FEW = 50  # of so many entries of a weight one may be left out
 
 
 @dataclass
@@ -103,6 +104,9 @@ def differences(
                 elif quantity == "gradient" and rounding is not None and expected[name].numel() == 1:
                     # a single number's gradient is a sum over all values that it scales, which mostly cancel
                     allowed = max(allowed, limits[1])
+            if quantity == "weight" and rounding is not None and off > allowed and name in plain.gradients:
+                without, said = _without_directionless(tensors.get(name), expected.get(name), plain.gradients[name])
+                off, name = (without, name + said) if without <= allowed else (off, name)
             found.append(Difference(quantity, name, off, allowed))
     return found
 
@@ -120,6 +124,20 @@ def relative(ours: Tensor | None, theirs: Tensor | None, floor: float = 0.0) -> 
         return math.inf if given is not None and bool(given.any()) else 0.0
     off = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(max(floor, 1e-30))
     return off.item() if off.isfinite() else math.inf
+
+
+def _without_directionless(ours: Tensor | None, theirs: Tensor | None, gradient: Tensor) -> tuple[float, str]:
+    """:func:`relative` without the few entries whose first gradient is only rounding, and these in words.
+
+    An optimizer that divides by the gradient's own size moves such an entry as far as any, whichever way it rounds.
+    """
+    sizes = gradient.double().abs()
+    directionless = (sizes > 0) & (sizes <= TOLERANCES["gradient"][0] * sizes.norm())
+    count, entries = int(directionless.sum()), gradient.numel()
+    if ours is None or theirs is None or count > entries // _FEW:
+        return math.inf, ""
+    off = relative(ours.masked_fill(directionless, 0), theirs.masked_fill(directionless, 0))
+    return off, f", but for {count} of {entries:,} entries, whose first gradient is rounding"
 
 
 def _allowed(own: float, limits: tuple[float, float]) -> float:
