@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from shardwright.report import lines
 from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
@@ -76,6 +77,15 @@ def test_a_pipe_is_as_wide_as_its_lines(monkeypatch) -> None:
     file, folder = io.StringIO(), "output/" + "a" * 200
     Terminal(file=file).print(closing_table((1.0, 0.5, 2.0), [], "train step 1", folder))
     assert folder in file.getvalue()
+
+
+def test_a_narrow_terminal_folds_a_table_and_cuts_nothing() -> None:
+    told, words = Terminal(file=io.StringIO(), width=30), ["per_device_train_batch_size", "runs/a_name_that_is_so_long"]
+    table = Table("option", "value", box=None)
+    table.add_row(*words)
+    told.print(table)
+    cells = [line.split() for line in told.file.getvalue().splitlines()[1:]]
+    assert ["".join(parts) for parts in zip(*cells, strict=True)] == words
 
 
 def test_a_pipe_is_told_each_minute_what_is_waited_for(monkeypatch) -> None:

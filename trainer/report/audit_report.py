@@ -73,7 +73,7 @@ def print_audit(console: Console, view: AuditView) -> None:
         console.print(Text(f"the loss is on what {'is green' if colored else 'stands in ⟦…⟧'}\n", style="green"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(view.header):
-        table.add_column(title, justify="right" if number > 1 else "left", overflow="fold")
+        table.add_column(title, justify="right" if number > 1 else "left")
     for row in view.sources:
         table.add_row(*map(Text, row))
     console.print(table)

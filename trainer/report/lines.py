@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from shardwright.report.escapes import escaped
@@ -29,6 +30,12 @@ class Terminal(Console):
         super().__init__(**options)
         if not (self.is_terminal or self.is_jupyter or options.get("width") or "COLUMNS" in os.environ):
             self.width = _WIDE
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """As rich's; a table that is too wide is folded, where rich would cut its cells."""
+        for column in (column for each in objects if isinstance(each, Table) for column in each.columns):
+            column.overflow = "fold"
+        super().print(*objects, **how)
 
     def _past_escapes(self) -> IO[str]:
         # a stream that escapes everything takes what is escaped already by this attribute (hosts.output_streams)

@@ -21,7 +21,7 @@ Certificate = Mapping[str, Any]  # what shardwright.prove.prove_command.as_json 
 def print_proof(console: Console, proof: Certificate) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("compared", *_QUANTITIES[1:]):
-        table.add_column(title, overflow="fold")
+        table.add_column(title)
     for row in _quantities(proof):
         table.add_row(*map(Text, row))
     console.print(table)
