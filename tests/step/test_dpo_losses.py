@@ -109,6 +109,8 @@ def test_label_smoothing_of_sigmoid_is_conservative_dpo_and_ipo_is_a_loss_type()
         ({"objective": "sft", "loss_weights": "1"}, "--objective dpo"),
         ({"loss_type": "sigmoid,sft", "loss_weights": "1"}, "--loss_weights 1,1"),
         ({"loss_type": "sigmoid", "loss_weights": "much"}, "--loss_weights much"),
+        ({"loss_type": "sigmoid,sft", "loss_weights": "0,0"}, "no weight above 0"),
+        ({"loss_type": "sft", "beta": 0.2}, "--beta 0.2[^$]*--loss_type of sigmoid, hinge"),
         ({"loss_type": "exo_pair"}, "--label_smoothing 0.001"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "below one half"),
         ({"loss_type": "hinge", "label_smoothing": 0.1}, "--loss_type of sigmoid, exo_pair"),

@@ -72,8 +72,9 @@ def test_large_models_are_cut_into_files_with_an_index_and_the_same_tensors(tmp_
     assert all((tmp_path / "cut" / file).stat().st_size < 110_000 for file in files)
     assert same(tensors_in(tmp_path / "cut"), tensors_in(tmp_path / "base"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
-    with pytest.raises(UserError, match="--max_shard_size 5 apples"):
-        ExportFormat(max_shard_size="5 apples")
+    for wrong in ("5 apples", "0GB"):
+        with pytest.raises(UserError, match=f"--max_shard_size {wrong}"):
+            ExportFormat(max_shard_size=wrong)
 
 
 def test_saved_weights_are_the_trained_ones_and_not_those_the_run_began_with(tmp_path):

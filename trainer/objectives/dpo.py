@@ -87,6 +87,13 @@ class DPO(PairObjective):
                 why="each loss type has a weight, a number",
                 instead=f"--loss_weights {','.join(['1'] * len(known))}, or none, which is the same",
             )
+        if given and not any(map(float, given)):
+            raise UserError(
+                asked=f"--loss_weights {','.join(given)}",
+                found="no weight above 0",
+                why="the loss would be 0 whatever the model says, and nothing would be learned",
+                instead="a weight other than 0, or none, which is 1 each",
+            )
         smoothing = self.numbers["label_smoothing"]
         if "exo_pair" in known and not smoothing:
             raise UserError(
@@ -96,6 +103,8 @@ class DPO(PairObjective):
                 instead="--label_smoothing 0.001, as its authors have it",
             )
         found = [(name, loss) for name in known if (loss := LOSSES[name])]
+        pairs = [name for name, loss in LOSSES.items() if loss]
+        self._check_used("beta", BETA.default, bool(found), "loss_type", pairs)
         smoothed = [name for name, loss in LOSSES.items() if loss and loss.smooths]
         self._check_used("label_smoothing", 0.0, any(loss.smooths for _, loss in found), "loss_type", smoothed)
         self._check_used("discopop_tau", _TAU, "discopop" in known, "loss_type", ["discopop"])

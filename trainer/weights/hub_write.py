@@ -7,6 +7,7 @@ shapes beforehand. So a file's header is written first, and its tensors follow a
 import contextlib
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class ExportFormat:
         """File name -> names of its tensors, from the tensors' sizes in bytes."""
         try:
             names, size = "model{suffix}.safetensors", self.max_shard_size
+            if not re.search("[1-9]", str(size)):
+                raise ValueError("no byte")
             split = split_state_dict_into_shards_factory(
                 dict(sizes), get_storage_size=int, filename_pattern=names, max_shard_size=size
             )
