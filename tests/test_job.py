@@ -116,7 +116,7 @@ def test_settings_are_those_of_the_command_and_stay_as_they_are():
     with pytest.raises(FrozenInstanceError, match="'max_steps'"):
         settings.max_steps = 3
     longer = replace(settings.with_epochs_of(5), per_device_train_batch_size=4)
-    assert (longer.max_steps, longer.warmup_steps, longer.asked_batch) == (10, 5, (1, 1))
+    assert (longer.max_steps, longer.warmup, longer.asked_batch) == (10, 5, (1, 1))
     assert settings.max_steps == -1
     args.sequence_length = 0
     with pytest.raises(UserError, match="--sequence_length"):

@@ -236,7 +236,7 @@ def test_steps_and_epochs_are_as_many_as_in_transformers(epochs, accumulation, m
     args = Settings(num_train_epochs=epochs, max_steps=max_steps, warmup_steps=0.1)
     args = args.with_epochs_of(math.ceil(rows / (micro_batch * accumulation)))
     assert args.max_steps == expected
-    assert args.warmup_steps == math.ceil(0.1 * expected)
+    assert args.warmup == math.ceil(0.1 * expected)
 
 
 def test_with_neither_steps_nor_epochs_a_run_has_100_steps_and_a_stream_has_no_epochs():

@@ -384,7 +384,7 @@ def _say_what_runs(job: Job, resume: RunCheckpoint | None, console: Console) -> 
     if resume is None:
         return
     say(console, f"resume:  {resume.folder}")
-    left_out = ["max_steps", "warmup_steps"] if job.args.max_steps < 1 else []  # before the data are read
+    left_out = ["max_steps"] if job.args.max_steps < 1 else []  # before the data are read
     if (kept := elastic.said(job, resume)) is not None:
         say(console, f"batch:   {kept}")
         left_out += elastic.OPTIONS

@@ -123,7 +123,7 @@ def test_the_pages_of_the_table_are_up_to_date_and_have_every_source() -> None:
         ),
         (["--report_to", "wandb", "tensorboard"], {"report_to": "wandb,tensorboard"}),
         (["--optim", "adamw_torch_fused", "--evaluation_strategy=epoch"], {"optim": "adamw", "eval_strategy": "epoch"}),
-        (["--warmup_ratio", "0.1", "--max_steps", "50"], {"warmup_steps": 5}),
+        (["--warmup_ratio", "0.1", "--max_steps", "50"], {"warmup": 5}),
         (["--gradient_checkpointing", "--deepspeed", "ds.json", "--fp16", "false"], {"bf16": None}),
         (["--no_dataloader_pin_memory", "--push_to_hub=False"], {}),
         (["--completion_only_loss", "false", "--truncation_mode", "keep_end"], {"train_on_prompt": True}),
@@ -202,7 +202,7 @@ def test_python_takes_their_names_and_values() -> None:
         warmup_ratio=0.1, gradient_checkpointing=True, report_to=["wandb"], optim=OptimizerNames.ADAMW_TORCH_FUSED,
         eval_strategy="epoch", bf16=True, max_length=64, lr_scheduler_type=transformers.SchedulerType.COSINE,
     )  # fmt: skip
-    assert (args.warmup_steps, args.report_to, args.optim, args.eval_strategy) == (10, "wandb", "adamw", "epoch")
+    assert (args.warmup, args.report_to, args.optim, args.eval_strategy) == (10, "wandb", "adamw", "epoch")
     assert (args.bf16, args.sequence_length, args.lr_scheduler_type) == (True, 64, "cosine")
 
 

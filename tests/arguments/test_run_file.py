@@ -117,6 +117,11 @@ def test_what_follows_from_options_follows_from_those_of_a_command_that_gives_ot
         assert found == TrainingArguments(**fresh)
 
 
+def test_a_share_of_warm_up_is_that_of_the_steps_of_a_repetition(tmp_path: Path) -> None:
+    longer = again(Settings(warmup_steps=0.1, max_steps=40), tmp_path, "--max_steps", "400")
+    assert (longer.warmup_steps, longer.warmup) == (0.1, 40)
+
+
 def test_options_of_the_command_line_win_and_a_later_file_wins_over_an_earlier(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("max-steps: 7\nseed: 1\neval_strategy: no\nlora_r: null\nrank_pattern:\n")
     (tmp_path / "b.json").write_text(json.dumps({"seed": 2, "learning_rate": 2e-5, "dataset": "x.txt"}))
@@ -144,7 +149,7 @@ def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them
     # LLaMA-Factory's, and transformers' rule for two ways to say a warm-up
     (tmp_path / "run.yaml").write_text("stage: dpo\ncutoff_len: 64\nwarmup_ratio: 0.1\nwarmup_steps: 0\n")
     (args,) = parse([TrainingArguments], words, None)
-    assert (args.objective, args.sequence_length, args.warmup_steps) == ("dpo", 128, 10)
+    assert (args.objective, args.sequence_length, args.warmup) == ("dpo", 128, 10)
     assert "--cutoff_len 64: --sequence_length 128, twice as long" in capsys.readouterr().err
 
 

@@ -133,7 +133,7 @@ def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: typ
 def test_warmup_is_as_many_steps_as_in_transformers(warmup: float) -> None:
     given: Any = SimpleNamespace(warmup_steps=warmup)
     theirs = transformers.TrainingArguments.get_warmup_steps(given, 55)
-    found = TrainingArguments("any", warmup_steps=warmup, max_steps=55).warmup_steps
+    found = TrainingArguments("any", warmup_steps=warmup, max_steps=55).warmup
     assert (found, type(found)) == (theirs, int)
 
 

@@ -176,8 +176,8 @@ class TrainingArguments(
 
     def _settle_steps(self, steps: int) -> None:
         self.max_steps = steps
-        warmup = self.warmup_steps  # in steps, as transformers counts them
-        self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+        if self.warmup_steps == 0 or self.warmup_steps >= 1:  # a share stays one, of whatever steps a repetition has
+            self.warmup_steps = int(self.warmup_steps)
         for rate in [self.learning_rate] if self.learning_rate else DEFAULT_RATE.values():
             self.schedule(rate)
         if self.profile_steps is not None:
@@ -200,10 +200,16 @@ class TrainingArguments(
                 instead="""--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
             )
 
+    @property
+    def warmup(self) -> int:
+        """The steps of warm-up, as transformers counts them."""
+        asked = self.warmup_steps
+        return int(asked) if asked >= 1 else math.ceil(self.max_steps * asked)
+
     def schedule(self, peak: float) -> Schedule:
         """The learning rates of a run with the given ``peak``; raises as :class:`Schedule`."""
         given: Any = self.lr_scheduler_kwargs or {}
-        return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, given)
+        return Schedule(self.lr_scheduler_type, peak, self.warmup, self.max_steps, given)
 
     def as_dict(self) -> dict[str, Any]:
         """Name → value of each option, JSON-able and safe to publish: ``user:password@`` in a URL is left out."""
