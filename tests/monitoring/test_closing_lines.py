@@ -35,6 +35,11 @@ def job_with(**options: Any) -> Job:
             'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base", revision="abc"), '
             '"my runs/one/model")',
         ),
+        (
+            {"lora_r": 4, "model": "bases/small.gguf"},
+            'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("bases", gguf_file="small.gguf"), '
+            '"my runs/one/model")',
+        ),
         ({"objective": "reward"}, 'AutoModelForSequenceClassification.from_pretrained("my runs/one/model")'),
         (
             {"objective": "reward", "lora_r": 4, "model": "org/base"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import weakref
 
 import pytest
@@ -251,7 +252,10 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was_and_the_same_command_t
     init = seeded_init(meta_model(config), 0)
     values = {name: whole(init(name)) for name in meta_model(config).state_dict()}
     state = {name: sharding.place(name, each, mesh, (None,) * each.dim()) for name, each in values.items()}
+    config.name_or_path = str(tmp_path / "base")
+    GenerationConfig(temperature=0.7, do_sample=True).save_pretrained(tmp_path / "base")
     saves = CheckpointWriter(Folder(tmp_path / "run"), run_texts(TEXTS, config, checkpoints.tokenizer()))
+    shutil.rmtree(tmp_path / "base")  # another machine's
     saves.save(state, host(1), TrainerState(global_step=1))
     saves.wait()
     arguments = ["--checkpoint", str(tmp_path / "run" / "checkpoint-1"), "--output", str(tmp_path / "new")]
@@ -268,6 +272,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was_and_the_same_command_t
     written = tensors_in(tmp_path / "new")
     assert all(torch.equal(written[name], each) for name, each in values.items())
     assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "new").iterdir()}
+    assert GenerationConfig.from_pretrained(tmp_path / "new").temperature == 0.7
 
 
 def test_the_script_refuses_a_checkpoint_whose_tensors_are_not_its_config_s(tmp_path, capsys, monkeypatch):

@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 # tensor files, nearly all of a checkpoint's bytes, and the list of the tensors; the second are format 1's
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
+GENERATION = "generation_config.json"  # of a base that has one
 TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
 TOKENIZER = "tokenizer"
 TRASH = re.compile(r"trash-\d+")  # in the output folder: checkpoints moved out of the way
@@ -203,5 +204,5 @@ def _as_bytes(files: Any, version: Any = None) -> bytes:
 
 def ours(names: Sequence[str]) -> bool:
     """Whether our saves write all these names of files, so that their folder may be removed."""
-    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS, ADAPTER_CONFIG}
+    known = {MANIFEST, INDEX, METADATA, TOKENIZER, GENERATION, *TEXTS, ADAPTER_CONFIG}
     return all(name in known or name.endswith(TEMPORARY) or TENSORS.fullmatch(name) for name in names)

@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerState,
+)
 
 from shardwright.arguments.adapter_options import AdapterArguments
 from shardwright.checkpoint import format_1, host_state, manifest, tensors
@@ -95,6 +102,12 @@ class RunCheckpoint:
     @property
     def config(self) -> PretrainedConfig:
         return self._json("config.json", config_of)
+
+    @property
+    def generation(self) -> GenerationConfig | None:
+        """The generation config that the run's base had; None: it had none, or the checkpoint is of an older version."""
+        there = manifest.GENERATION in self._files
+        return self._json(manifest.GENERATION, GenerationConfig.from_dict) if there else None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

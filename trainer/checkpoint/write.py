@@ -35,7 +35,7 @@ from shardwright.files.folder import Folder, StorageError, StorageRefusal, as_js
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.weights.tokenizer_files import tokenizer_files
+from shardwright.weights.tokenizer_files import local_folder, tokenizer_files
 from shardwright.xla import sharding
 
 T = TypeVar("T")
@@ -337,9 +337,11 @@ def _fill(
 def run_texts(
     texts: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, bytes]:
-    """Name -> content of the files that are the same in every checkpoint of a run: ``texts``, config and tokenizer."""
+    """Name -> content of the files that are the same in every checkpoint of a run: ``texts``, configs and tokenizer."""
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
+    if (base := local_folder(config.name_or_path, manifest.GENERATION)) is not None:  # it may be gone at an export
+        files[manifest.GENERATION] = (base / manifest.GENERATION).read_bytes()
     if tokenizer is not None:
         files |= {f"{manifest.TOKENIZER}/{name}": data for name, data in tokenizer_files(tokenizer).items()}
     return files

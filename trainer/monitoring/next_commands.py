@@ -1,5 +1,6 @@
 """Commands for what a run leaves: load it, evaluate it, export a checkpoint, go on."""
 
+import os
 import shlex
 from collections.abc import Collection
 
@@ -9,6 +10,7 @@ from shardwright.errors import command
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.job import Job
+from shardwright.weights.weight_files import GGUF
 
 MODEL = "model"
 
@@ -28,8 +30,11 @@ def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there:
         load = f'{kind}.from_pretrained("{model}")'
         if adapter and args.model:
             base, commit = split(args.model)
-            given = (f', revision="{commit}"' if commit else "") + ", num_labels=1" * scores
-            base = f'{kind}.from_pretrained("{base}"{given})'
+            place, file = os.path.split(base) if base.endswith(GGUF) else (base, "")
+            given = "".join(
+                f', {name}="{value}"' for name, value in (("gguf_file", file), ("revision", commit)) if value
+            )
+            base = f'{kind}.from_pretrained("{place or "."}"{given}{", num_labels=1" * scores})'
             load = f'PeftModel.from_pretrained({base}, "{model}")'
         imports = f"from transformers import {kind}; " + "from peft import PeftModel; " * adapter
         found["load"] = f"{imports}model = {load}"
