@@ -108,7 +108,7 @@ def test_messages_name_the_command_by_the_words_that_started_it(monkeypatch):
 
 
 def console(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "shardwright.scripts.main", *words]
+    line = [sys.executable, "-m", "shardwright", *words]
     return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 

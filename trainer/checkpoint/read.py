@@ -105,7 +105,7 @@ class RunCheckpoint:
 
     @property
     def generation(self) -> GenerationConfig | None:
-        """The generation config that the run's base had; None: it had none, or the checkpoint is of an older version."""
+        """The generation config that the run's base had; None: it had none, or an older version wrote it."""
         there = manifest.GENERATION in self._files
         return self._json(manifest.GENERATION, GenerationConfig.from_dict) if there else None
 
