@@ -121,6 +121,18 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     (tmp_path / "train.sh").write_text("accelerate launch dpo.py --loss_type sigmoid --rpo_alpha 0.5")
     pairs = ported(read_published(str(tmp_path / "train.sh"))).options
     assert (pairs["loss_type"], pairs["loss_weights"], "objective" in pairs) == ("sigmoid,sft", "1,0.5", True)
+    for more, asked in (
+        ("pref_loss: hinge\npref_ftx: 0.5", {"objective": "dpo", "loss_type": "hinge,sft", "loss_weights": "1,0.5"}),
+        ("pref_ftx: 0.5\npref_loss: ipo", {"objective": "dpo", "loss_type": "ipo,sft", "loss_weights": "1,0.5"}),
+        ("pref_loss: orpo\npref_ftx: 0.5", {"objective": "orpo"}),
+    ):
+        (tmp_path / "train.yaml").write_text(f"stage: dpo\nmodel_name_or_path: a/b\n{more}\n")
+        options = ported(read_published(str(tmp_path / "train.yaml"))).options
+        assert {name: options[name] for name in ("objective", "loss_type", "loss_weights") if name in options} == asked
+        TrainingArguments(**options)
+    for more, beta in (("{beta: 0.2, num_generations: null}", 0.2), ("{beta: 0.2, num_generations: 4}", None)):
+        (tmp_path / "train.yaml").write_text(f"base_model: a/b\nrl: dpo\ntrl: {more}\n")
+        assert ported(read_published(str(tmp_path / "train.yaml"))).options.get("beta") == beta
     for odd in ("datasets: [5]", "datasets: [{path: a.jsonl, roles: [assistant]}]"):
         (tmp_path / "train.yaml").write_text(f"base_model: a/b\n{odd}\n")
         assert [each.kind for each in ported(read_published(str(tmp_path / "train.yaml"))).outcomes][-1] == MISSING

@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.arguments.option_values import FALSE_WORDS, TRUE_WORDS
 
 OURS, UNNEEDED, MISSING = "ours", "not needed", "not to be had"
+WITH_SFT = {"loss_type": "sigmoid,sft"}  # what an argument fills that adds the chosen answer's likelihood
 BOTH_ANSWERS = "twice as long, for two answers share a row"
 _OFF = {"", "none", "null", "off", "0.0", "[]", "{}", *FALSE_WORDS}  # values that ask for nothing
 
@@ -179,6 +180,13 @@ def words(value: Any) -> Any:
 def joined(value: Any) -> str:
     """A list or a mapping as our options write them: words with commas, or name=value with commas."""
     return word(json.loads(value)) if isinstance(value, str) and value.lstrip().startswith("{") else word(value)
+
+
+def beta_alone(value: Any) -> Any:
+    """The ``beta`` of axolotl's ``trl``, if nothing else is in it; ValueError for what speaks of generated answers."""
+    if not isinstance(value, Mapping) or {name for name, each in value.items() if each is not None} != {"beta"}:
+        raise ValueError("of its keys beta alone means something here: nothing is generated while a run trains")
+    return value["beta"]
 
 
 def padding_alone(value: Any) -> Any:

@@ -7,6 +7,7 @@ from shardwright.arguments.known_flags.entry import (
     OURS,
     Cells,
     Entry,
+    beta_alone,
     fills,
     joined,
     listed,
@@ -287,5 +288,6 @@ ARGUMENTS: Cells = {
     ),
     "rpo_alpha": WITH_CHOSEN,
     "precompute_ref_log_probs": REFERENCE,
-    "trl vllm": RL,
+    "trl": ours("beta", read=beta_alone),
+    "vllm": RL,
 }

@@ -5,6 +5,7 @@ from shardwright.arguments.known_flags.entry import (
     BOTH_ANSWERS,
     DEFAULT,
     NOTHING,
+    WITH_SFT,
     Cells,
     fills,
     listed,
@@ -47,7 +48,7 @@ WITH_CHOSEN = ours(
     "the likelihood of the chosen answer is added",
     lambda weight: f"1,{float(weight):g}",
     at={"none 0 0.0": NOTHING},
-    fill={"loss_type": "sigmoid,sft"},
+    fill=WITH_SFT,
 )
 NO_LOSS = ("there is no such loss here", "--loss_type sigmoid, or --objective dpo, ipo, orpo, simpo, kto")
 RL = (

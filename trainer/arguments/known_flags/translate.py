@@ -6,7 +6,16 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.arguments.known_flags.entry import BOTH_ANSWERS, MISSING, NOTHING, OURS, UNNEEDED, Entry, word
+from shardwright.arguments.known_flags.entry import (
+    BOTH_ANSWERS,
+    MISSING,
+    NOTHING,
+    OURS,
+    UNNEEDED,
+    WITH_SFT,
+    Entry,
+    word,
+)
 from shardwright.arguments.known_flags.table import find, own
 from shardwright.objectives import OBJECTIVES
 from shardwright.objectives.segment_objective import SegmentObjective
@@ -94,6 +103,7 @@ def translated(
         if name in found.options:
             found.options[name] = ",".join(f"{part}{text}" for part in word(found.options[name]).split(","))
             found.extended.append(name)
+    _add_chosen(found)
     found.fill = {name: value for name, value in found.fill.items() if name not in found.options}
     kind = OBJECTIVES.get(str({"objective": objective, **found.fill, **found.options}["objective"]))
     if kind is not None and issubclass(kind, SegmentObjective):
@@ -101,6 +111,25 @@ def translated(
         lengths = [each.options for each in found.outcomes if _LENGTH in each.options]
         found.options |= {_LENGTH: lengths[-1][_LENGTH]} if lengths else {}
     return found
+
+
+def _add_chosen(found: Translation) -> None:
+    """Add the chosen answer's likelihood, where an argument asks for it, to whichever loss the others name."""
+    asked = [number for number, each in enumerate(found.outcomes) if each.fill == WITH_SFT]
+    objective = found.options.get("objective", "dpo")
+    if not asked or objective not in ("dpo", "ipo"):
+        for number in asked:
+            said = f"the loss of --objective {objective} has no further part; instead: --objective dpo"
+            found.outcomes[number] = replace(found.outcomes[number], kind=MISSING, said=said, options={}, fill={})
+            found.options.pop("loss_weights", None)
+            found.fill.pop("loss_type", None)
+        return
+    for number, each in enumerate(found.outcomes):
+        theirs = "ipo" if each.options.get("objective") == "ipo" else each.options.get("loss_type")
+        if theirs and "," not in str(theirs):
+            both = {**each.options, "loss_type": f"{theirs},sft"} | ({"objective": "dpo"} if theirs == "ipo" else {})
+            found.outcomes[number] = replace(each, options=both)
+            found.options |= both
 
 
 def _of_a_row(each: Outcome) -> Outcome:
