@@ -121,6 +121,10 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     (tmp_path / "train.sh").write_text("accelerate launch dpo.py --loss_type sigmoid --rpo_alpha 0.5")
     pairs = ported(read_published(str(tmp_path / "train.sh"))).options
     assert (pairs["loss_type"], pairs["loss_weights"], "objective" in pairs) == ("sigmoid,sft", "1,0.5", True)
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": ["a.json"]}}')
+    (tmp_path / "train.yaml").write_text("stage: sft\ndataset: mine\ndataset_dir: .\n")
+    found = ported(read_published(str(tmp_path / "train.yaml")))
+    assert next(each.name for each in found.outcomes if each.kind != OURS) == "dataset.file_name"
     for more, asked in (
         ("pref_loss: hinge\npref_ftx: 0.5", {"objective": "dpo", "loss_type": "hinge,sft", "loss_weights": "1,0.5"}),
         ("pref_ftx: 0.5\npref_loss: ipo", {"objective": "dpo", "loss_type": "ipo,sft", "loss_weights": "1,0.5"}),

@@ -78,9 +78,14 @@ def _mixed(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [known.get(name, (f"dataset.{name}" if name in _MIXING else name, value)) for name, value in pairs]
 
 
+def _url(entry: Mapping[str, Any]) -> str | None:
+    """The key that says where the entry's dataset is."""
+    return next((key for key in _URLS if isinstance(entry.get(key), str) and entry[key]), None)
+
+
 def _place(folder: Path, entry: Mapping[str, Any]) -> str:
     """The entry's dataset as --dataset takes it; empty if it says none that can be read."""
-    kind = next((key for key in _URLS if entry.get(key)), None)
+    kind = _url(entry)
     split = f"#{entry['split']}" if entry.get("split", "train") != "train" else ""
     if kind is None:
         return ""
@@ -90,7 +95,7 @@ def _place(folder: Path, entry: Mapping[str, Any]) -> str:
 
 
 def _details(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    known = (*_URLS, "subset", "split") if any(entry.get(key) for key in _URLS) else ()
+    known = (*_URLS, "subset", "split") if _url(entry) else ()
     for key, value in entry.items():
         if isinstance(value, Mapping):
             yield from ((f"dataset.{key}.{inner}", each) for inner, each in value.items())
