@@ -21,7 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
-from shardwright.scripts.measure.tables import markdown
+from shardwright.scripts.measure.tables import largest, markdown
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 4, "num_local_experts": 4, "vocab_size": 512, "max_position_embeddings": 64}
@@ -46,7 +46,7 @@ def main() -> int:
         found = found.full_tensor() if isinstance(found, DTensor) else found
         if found is None or want is None or found.shape != want.shape:
             continue
-        worst, where = max((worst, where), (float((found - want).norm() / want.norm()), name))
+        worst, where = max((worst, where), (largest([float((found - want).norm() / want.norm())]), name))
     if torch.distributed.get_rank() == 0:
         print(f"transformers {version('transformers')}, torch {torch.__version__}\n")
         print(markdown(HEADER, [[f"`{mesh}`", f"{loss:.4f}", f"{expected:.4f}", f"{worst:.1e}", f"`{where}`"]]))

@@ -34,7 +34,7 @@ from rich.console import Console
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.bars import tracked
-from shardwright.scripts.measure.tables import markdown, markdown_row
+from shardwright.scripts.measure.tables import largest, markdown, markdown_row
 
 ROOT = Path(__file__).parents[2]
 PAGE = """# Families
@@ -205,7 +205,7 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
 
 def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> list[str]:
     first = next((r for r in found.values() if "layers" in r), {})
-    worst = max((r for r in found.values() if "worst" in r), key=lambda r: r["worst"], default=None)
+    worst = max((r for r in found.values() if "worst" in r), key=lambda r: largest([r["worst"]]), default=None)
     gradient = f"{worst['worst']:.0e} `{worst['where']}`" if worst else ""
     verdicts = [
         ": ".join(filter(None, (found[m]["verdict"], found[m].get("cause")))) if m in found else "" for m in modes

@@ -17,7 +17,7 @@ import time
 from typing import Any, ClassVar
 
 from shardwright.arguments.command_line import Parser
-from shardwright.scripts.measure.tables import in_fresh_process
+from shardwright.scripts.measure.tables import in_fresh_process, largest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -73,7 +73,7 @@ def main() -> int:
             exact, ours = (in_fresh_process(losses, name, dtype) for dtype in ("float32", "bfloat16"))
             off = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
             print(
-                f"{name}: {len(off)} losses, bfloat16 here beside float32 on the CPU: worst {max(off):.1e}, last "
+                f"{name}: {len(off)} losses, bfloat16 here beside float32 on the CPU: worst {largest(off):.1e}, last "
                 f"{ours[-1]:.4f} and {exact[-1]:.4f}",
                 flush=True,
             )

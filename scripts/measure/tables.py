@@ -1,5 +1,6 @@
 """Parts of programs that print tables: a process of its own for each measurement, small models, Markdown."""
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,11 @@ def in_fresh_process(work: Callable[..., T], *given: Any) -> T:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
         return fresh.submit(work, *given).result()
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest of ``values``; infinite if one is NaN, which ``max`` passes over."""
+    return max(math.inf if math.isnan(value) else value for value in values)
 
 
 def own_config(recipe: str, **sizes: int) -> Any:

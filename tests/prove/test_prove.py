@@ -31,6 +31,7 @@ from shardwright.prove.reference_optimizers import REFEREES
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
 from shardwright.prove.trajectory import Difference, Trajectory, judged
 from shardwright.run import _for_samples
+from shardwright.scripts.measure.tables import largest
 from tests.support.cases import relative
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
@@ -56,6 +57,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 def test_a_nan_in_any_tensor_is_the_largest_difference() -> None:
     one = torch.ones(2)
     assert relative({"first": one, "last": one * torch.nan}, {"first": one, "last": one}) == (float("inf"), "last")
+    assert largest([1e-3, float("nan"), 2e-3]) == float("inf")
 
 
 @pytest.fixture(autouse=True)
