@@ -97,7 +97,8 @@ def main() -> None:
             if lora is None and (form.format is None or (form.format == "same" and hub is None)):
                 own = in_dtype(own, base_dtype(config), kept_in_float32(whole))
             source, plain = part_and_rest(own, rest, names), copy.deepcopy(whole)  # whose config is written to
-            plain.generation_config = saved.generation or getattr(plain, "generation_config", None)
+            if (generation := saved.generation) is not None:
+                plain.generation_config = generation
             export(folder, plain, source, saved.tokenizer, form, console, hub)
     say(console, f"written to {output}")
 

@@ -122,7 +122,7 @@ def ported(found: Published) -> Port:
 def _that_count(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """``pairs`` without those that have no effect there beside another one, whatever their order."""
     given = dict(pairs)
-    counting = with_one_warmup(given).keys()
+    counting = set(with_one_warmup(given))
     if word(given.get("lora_target_linear")) == "true":  # all linear layers, and those that are named
         counting -= {"lora_target_modules"}
     return [pair for pair in pairs if pair[0] in counting]
