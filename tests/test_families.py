@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_what_is_run_again(again: str | None, wanted: list[str]) -> None:
     }
     assert [name for name, result in found.items() if families.wanted(result, "new", again)] == wanted
     assert families.wanted(None, "new", again)
+
+
+def test_of_published_configs_that_shrink_alike_one_is_taken(tmp_path: Path) -> None:
+    small = {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "eos_token_id": 7}
+    configs = {
+        "small": small,
+        "larger": {**small, "hidden_size": 3072, "eos_token_id": 8},
+        "tied": {**small, "tie_word_embeddings": True},
+        "unknown": {"model_type": "mimo"},
+    }
+    file = tmp_path / "configs.jsonl.gz"
+    file.write_bytes(
+        gzip.compress(b"\n".join(json.dumps({"name": n, "config": c}).encode() for n, c in configs.items()))
+    )
+    assert families.distinct(file) == {name: configs[name] for name in ("small", "tied", "unknown")}
+    case = against_plain.plain("tied", configs["tied"])
+    assert isinstance(case, against_plain.Plain)
+    assert case.config.tie_word_embeddings
+    unknown = against_plain.plain("unknown", configs["unknown"])
+    assert isinstance(unknown, dict)
+    assert unknown["verdict"] == "upstream"
 
 
 def test_one_gradient_that_is_off_is_called_wrong_and_named() -> None:

@@ -5,6 +5,7 @@ import math
 import re
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from shardwright.job import Job
 from shardwright.layout.auto import auto_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.model.facts import ModelFacts, facts_of
+from shardwright.model.meta_model import config_of
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
-from shardwright.models.tiny import tiny_config
+from shardwright.models.tiny import shrunk, tiny_config
 from shardwright.prove import trajectory
 from shardwright.prove.plain import eager_model, randomise
 from shardwright.prove.sharded import unstacked
@@ -50,17 +52,20 @@ class Plain:
     gradients: Tensors
 
 
-def plain(family: str) -> Plain | dict[str, Any]:
-    """The family's plain model and its gradients; or the verdict on a model that transformers itself can't train."""
+def plain(family: str, published: Mapping[str, Any] | None = None) -> Plain | dict[str, Any]:
+    """The family's plain model and its gradients; or the verdict on a model that transformers itself can't train.
+
+    ``published`` is a repository's config.json: its sizes are shrunk, and all else is as there.
+    """
     init_runtime()
     try:
-        config = tiny_config(family)
+        config = tiny_config(family) if published is None else shrunk(config_of(published).get_text_config())
         model = eager_model(config)
         randomise(model)
         batch = _batch()
         loss, gradients = _gradients(model.train(), batch)
     except Exception as error:
-        return {"verdict": "upstream", "cause": f"the plain model: {_where(error)}"}
+        return {"verdict": "upstream", "cause": f"the plain model: {_where(error)[:200]}"}  # some list all model types
     return Plain(config, model, batch, loss, gradients)
 
 
@@ -81,11 +86,15 @@ def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, Tensors]:
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
-    """The verdict on our step: its loss and gradients against those of ``case``."""
+def compared(case: Plain, mesh: str | None, scan: bool, with_experts: str | None = None) -> dict[str, Any]:
+    """The verdict on our step: its loss and gradients against those of ``case``.
+
+    ``with_experts`` is the mesh of a model that has them.
+    """
     about: dict[str, Any] = {}
     try:
-        job = _job(facts_of(case.config), mesh, scan)
+        facts = facts_of(case.config)
+        job = _job(facts, (facts.experts and with_experts) or mesh, scan)
         kernels = filter(None, (job.recipe.compute.attention, job.recipe.compute.experts))
         about |= {"kind": _kind_of(job.model), "layers": _cut_of(job.stored), "kernels": ", ".join(kernels)}
         loss, gradients = _ours(job, case)

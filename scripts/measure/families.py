@@ -3,6 +3,8 @@
 python scripts/measure/families.py --write docs/records/families.md   what has no result yet, and the page
 python scripts/measure/families.py --only gemma2,qwen3_moe --again all
 python scripts/measure/families.py --again failed          what did not pass, anew
+python scripts/measure/families.py --configs tests/model/real_configs.jsonl.gz --modes three --results published.jsonl
+                                                           published models: shrunk, with all that is special to them
 
 8 virtual devices, 8 rows of 128 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. In
 rows of that length XLA runs operations of a device beside each other, so that devices wait for one another in more than
@@ -10,10 +12,11 @@ one place. Compared are the loss and the gradient of every parameter, with those
 unsharded, dropless.
 Each family is a process of its own, with a limit of time and memory. Results are kept in a file, a JSON object a line,
 under the version of the code. Every size is shrunk here; tests/model/test_real_configs.py reads the config.json of
-published models and plans one of each type.
+published models and plans one of each type. Of published configs that are the same once they are shrunk, one is taken.
 """
 
 import datetime
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -37,10 +40,10 @@ from shardwright.report.bars import tracked
 from shardwright.scripts.measure.tables import largest, markdown, markdown_row
 
 ROOT = Path(__file__).parents[2]
-PAGE = """# Families
+PAGE = """# {title}
 
 ```
-python scripts/measure/families.py --write docs/records/families.md
+python scripts/measure/families.py {options}
 ```
 
 | | |
@@ -54,16 +57,38 @@ python scripts/measure/families.py --write docs/records/families.md
 | worst gradient | the largest relative difference (2-norm) of any parameter |
 
 {table}
-
+"""  # noqa: E501
+LEFT_OUT_PART = """
 ## Left out
 
 | families | why |
 |---|---|
 {others}
-"""  # noqa: E501
-# name → (mesh of the recipe, whether layers are scanned)
-MODES = {"scan": (None, True), "unrolled": (None, False), "tensor": ("fsdp=4,tensor=2", True)}
+"""
+_ASKED = {  # whether published configs were → title, options
+    False: ("Families", "--write docs/records/families.md"),
+    True: (
+        "A step of published models",
+        "--configs tests/model/real_configs.jsonl.gz --modes three --write docs/records/published_steps.md",
+    ),
+}
+# name → (mesh of the recipe, whether layers are scanned, another mesh of models with experts)
+MODES: dict[str, tuple[str | None, bool, str | None]] = {
+    "scan": (None, True, None),
+    "unrolled": (None, False, None),
+    "tensor": ("fsdp=4,tensor=2", True, None),
+    "three": ("fsdp=4,tensor=2", True, "fsdp=2,expert=2,tensor=2"),
+}
 MEMORY = 7 << 30  # most bytes of a worker's data
+# values of a config that change no number of a step
+_SAYS_NOTHING = {
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "_name_or_path",
+    "transformers_version",
+} | {f"{token}_token_id" for token in ("bos", "eos", "pad")}
 
 ENVIRONMENT = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "2", "HF_HUB_OFFLINE": "1"}
 # with these flags a compile takes a sixth of its time and less, and gives the same numbers to float32's precision
@@ -80,7 +105,10 @@ Results = dict[tuple[str, str], Result]  # (family, mode) → the last result
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--only", help="families, with commas between them (all)")
-    parser.add_argument("--modes", default=",".join(MODES), help="of scan, unrolled and tensor (all)")
+    parser.add_argument(
+        "--configs", type=Path, help="published configs in place of families: JSON lines of name, config"
+    )
+    parser.add_argument("--modes", default="scan,unrolled,tensor", help="of these and three (scan,unrolled,tensor)")
     parser.add_argument("--again", choices=("failed", "stale", "all"), help="run again what has a result already")
     parser.add_argument("--results", type=Path, default="families.jsonl", help="the results' file (families.jsonl)")
     parser.add_argument("--write", type=Path, help="the table's file, such as docs/records/families.md")
@@ -93,11 +121,12 @@ def main() -> int:
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     results: Results = {(result["family"], result["mode"]): result for result in map(json.loads, lines)}
     version, modes = code_version(), args.modes.split(",")
-    names = args.only.split(",") if args.only else families()
+    published = {} if args.configs is None else distinct(args.configs)
+    names = args.only.split(",") if args.only else list(published) or families()
     jobs = {name: [m for m in modes if wanted(results.get((name, m)), version, args.again)] for name in names}
     jobs = {name: left for name, left in jobs.items() if left}
     for name in tracked(Console(stderr=True), "families", jobs, len(jobs)):
-        for result in _run(name, jobs[name], args.limit):
+        for result in _run(name, jobs[name], args.limit, published.get(name)):
             result |= {"version": version, "date": datetime.date.today().isoformat()}
             results[name, result["mode"]] = result
             with args.results.open("a") as file:
@@ -105,8 +134,25 @@ def main() -> int:
             print(_line(result), flush=True)
     print(_totals([results[name, mode] for name in names for mode in modes if (name, mode) in results]))
     if args.write:
-        args.write.write_text(page([results[key] for key in sorted(results)], LEFT_OUT))
+        left_out = LEFT_OUT if args.configs is None else {}
+        args.write.write_text(page([results[key] for key in sorted(results)], left_out))
     return 0
+
+
+def distinct(file: Path) -> dict[str, dict[str, Any]]:
+    """Name → the config.json of published models; the first of those that are the same once they are shrunk."""
+    from shardwright.model.meta_model import config_of
+    from shardwright.models.tiny import shrunk
+
+    found: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, gzip.decompress(file.read_bytes()).splitlines()):
+        try:
+            small = shrunk(config_of(row["config"]).get_text_config()).to_dict()
+            key = json.dumps({k: v for k, v in small.items() if k not in _SAYS_NOTHING}, sort_keys=True, default=str)
+        except Exception:  # of a type that transformers does not know; its own process says so
+            key = row["name"]
+        found.setdefault(key, row)
+    return {row["name"]: row["config"] for row in found.values()}
 
 
 def code_version() -> str:
@@ -123,7 +169,7 @@ def wanted(found: Result | None, version: str, again: str | None) -> bool:
     return (again == "failed" and found["verdict"] != "pass") or (again == "stale" and found["version"] != version)
 
 
-def _run(family: str, modes: Sequence[str], limit: int) -> Iterator[Result]:
+def _run(family: str, modes: Sequence[str], limit: int, published: Mapping[str, Any] | None) -> Iterator[Result]:
     """The results of a family, each once it is there. A mode that crashes its process gives a result too."""
     left = list(modes)
     while left:
@@ -132,7 +178,7 @@ def _run(family: str, modes: Sequence[str], limit: int) -> Iterator[Result]:
             out, err = (Path(folder, name) for name in ("out", "err"))
             out.touch()
             err.touch()
-            worker = _FORKS.Process(target=work, args=(family, left, out, err))
+            worker = _FORKS.Process(target=work, args=(family, left, out, err, published))
             worker.start()
             worker.join(limit * len(left))
             if late := worker.is_alive():
@@ -151,13 +197,13 @@ def _run(family: str, modes: Sequence[str], limit: int) -> Iterator[Result]:
             yield {"family": family, "mode": left.pop(0), "verdict": "crash", "cause": cause, "seconds": took}
 
 
-def work(family: str, modes: Sequence[str], out: Path, err: Path) -> None:
+def work(family: str, modes: Sequence[str], out: Path, err: Path, published: Mapping[str, Any] | None = None) -> None:
     """Run the modes of a family in this process of its own, and write a JSON line for each to ``out``."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.dup2(os.open(err, os.O_WRONLY), 2)
     from shardwright.scripts.measure import against_plain
 
-    case = against_plain.plain(family)
+    case = against_plain.plain(family, published)
     for mode in modes:
         started = time.monotonic()
         result = case if isinstance(case, dict) else against_plain.compared(case, *MODES[mode])
@@ -187,6 +233,7 @@ def _totals(results: Sequence[Result]) -> str:
 
 
 def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
+    """The record of ``results``: of families with those ``left_out``, or of published configs if there are none."""
     modes = list(dict.fromkeys(result["mode"] for result in results))
     families: dict[str, dict[str, Result]] = {}
     for result in results:
@@ -200,7 +247,9 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     for name, why in sorted(left_out.items()):
         reasons.setdefault(why, []).append(name)
     others = "\n".join(markdown_row([", ".join(names), why]) for why, names in reasons.items())
-    return PAGE.format(dates=dates, versions=versions, totals=totals, table=table, others=others)
+    title, options = _ASKED[not left_out]
+    text = PAGE.format(title=title, options=options, dates=dates, versions=versions, totals=totals, table=table)
+    return text + LEFT_OUT_PART.format(others=others) if left_out else text
 
 
 def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> list[str]:
