@@ -14,6 +14,7 @@ from torch._logging._internal import log_state
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from shardwright.models.layers.remat import VALUES, Value
+from shardwright.models.ops import scopes
 
 Flat = list[Tensor]
 
@@ -24,10 +25,12 @@ class LayerGraph:
     def __init__(
         self, function: Callable[[Flat], Flat], inputs: Sequence[Tensor], partition: Callable[..., Any]
     ) -> None:
-        like = [torch.empty_like(t, requires_grad=t.requires_grad) for t in inputs]
+        learns = torch.is_grad_enabled()  # else there is no backward to trace
+        like = [torch.empty_like(t, requires_grad=learns and t.requires_grad) for t in inputs]
         found: dict[str, torch.fx.GraphModule] = {}
 
         def keep(name: str, module: torch.fx.GraphModule, _: Any) -> Any:
+            scopes.insert_scopes(module)
             found[name] = module
             return make_boxed_func(module)
 

@@ -63,8 +63,8 @@ class LayerRun:
     @property
     def values(self) -> list[Value]:
         """The values that one turn could keep for the backward; see :attr:`DecoderLayers.values`."""
-        trained = next((turn for turn in self.graphs.values() if turn[0].training), [])
-        return [value for layer in trained for value in layer.stage.graph.values]
+        turns = ([value for layer in turn for value in layer.stage.graph.values] for turn in self.graphs.values())
+        return next(filter(None, turns), [])
 
     @property
     def size(self) -> int:
@@ -112,6 +112,7 @@ class LayerRun:
         shared = (*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own))
         known_by = (
             [part.layer.training for part in self.parts],
+            torch.is_grad_enabled(),
             side_outputs.wanted(),
             str([call.settings() for call in calls[: len(self.parts)]]),
             str(tensors.inputs),
@@ -179,7 +180,7 @@ class _TracedLayer:
 
         def graph(keys: Flat) -> LayerGraph:
             with scopes.tracing():
-                return LayerGraph(lambda flat: self._function(flat, prepare), [*given, *keys], scopes.scoped(partition))
+                return LayerGraph(lambda flat: self._function(flat, prepare), [*given, *keys], partition)
 
         inputs = [*self.inputs]
         try:

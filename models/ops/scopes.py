@@ -2,12 +2,12 @@
 
 A torch operation gets the name of the scope that is open when it runs: :func:`annotate` opens one around each module's
 forward. A scanned layer runs as two graphs that AOTAutograd has traced, whose nodes remember their module (in the
-backward: that of the forward operation whose gradient they compute); :func:`scoped` makes the graphs open and close
-scopes. XLA keeps the names of operations that run inside :func:`kept`.
+backward: that of the forward operation whose gradient they compute); :func:`insert_scopes` makes the graphs open and
+close scopes. XLA keeps the names of operations that run inside :func:`kept`.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,19 +80,8 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def scoped(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a partitioner of AOTAutograd's joint graph so that the two graphs it returns contain scopes."""
-
-    def run(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        graphs = partition(joint, *args, **kwargs)
-        for graph in graphs:
-            _insert_scopes(graph)
-        return graphs
-
-    return run
-
-
-def _insert_scopes(module: torch.fx.GraphModule) -> None:
+def insert_scopes(module: torch.fx.GraphModule) -> None:
+    """Make a graph that AOTAutograd has traced open and close its operations' scopes."""
     graph, current = module.graph, ""
     for node in list(graph.nodes):
         stack = node.meta.get(_FORWARD) or node.meta.get(_BACKWARD) or {}

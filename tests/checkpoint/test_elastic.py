@@ -89,8 +89,8 @@ def test_a_run_of_8_devices_goes_on_on_4_and_then_on_16_with_the_losses_of_one_n
     command = [*tiny_run(tmp_path), "--max_steps", STEPS, "--gradient_accumulation_steps", 2, "--logging_steps", 1]
     command += ["--save_steps", 2, "--resume_from_checkpoint", "latest", "--learning_rate", 1e-3]
     with ExitStack() as opened:
-        lives = opened.enter_context(Lives(8))
-        assert lives.run(log, *command, "--output_dir", whole) == 0, log.read_text()
+        eight = opened.enter_context(Lives(8))
+        assert eight.run(log, *command, "--output_dir", whole) == 0, log.read_text()
         shutil.copytree(whole, moved)
         for devices, last, options in [(4, 4, "1 --gradient_accumulation_steps 4"), (16, 6, "1 --gradient_accum")]:
             for step in whole_steps(Folder(moved)):
@@ -109,7 +109,7 @@ def test_a_run_of_8_devices_goes_on_on_4_and_then_on_16_with_the_losses_of_one_n
                 assert ours == pytest.approx(theirs, rel=2e-6)  # float32: sums are taken in another order
         # 8 rows a step can't be split 16 ways
         few = [*command, "--gradient_accumulation_steps", 1, "--output_dir", tmp_path / "few"]
-        assert opened.enter_context(Lives(8)).run(log, *few, "--max_steps", 1) == 0, log.read_text()
+        assert eight.run(log, *few, "--max_steps", 1) == 0, log.read_text()
         refused = tmp_path / "refused.log"
         assert lives.run(refused, *few) == 2
     text = refused.read_text()

@@ -57,8 +57,8 @@ def runs(tmp_path_factory):
             "next": ["--adapter", root / "whole" / "model", *unrolled],
             "int8": ["--adapter", root / "whole" / "model", *unrolled, "--base_dtype", "int8"],
         }.items():
-            lives.start(root / f"{name}.log", *common, *more, "--output_dir", root / name)
-            assert lives.wait() == 0, (root / f"{name}.log").read_text()
+            log = root / f"{name}.log"
+            assert lives.run(log, *common, *more, "--output_dir", root / name) == 0, log.read_text()
     return root
 
 

@@ -97,7 +97,8 @@ def test_sigterm_saves_at_once_exits_75_and_the_same_command_goes_on_to_the_same
     (saved,) = whole_steps(Folder(output))
     assert 5 <= saved < STEPS
     assert not (output / "model").exists()  # only seconds may be left, and the checkpoint needs them
-    assert lives.run(log, *arguments(place, output, *LATEST)) == 0, log.read_text()
+    lives.start(log, *arguments(place, output, *LATEST))
+    assert lives.wait() == 0, log.read_text()
     assert f"checkpoint-{saved}\n" in log.read_text()
     assert losses(output) == losses(whole)
     assert same_weights(output, whole)
@@ -315,7 +316,8 @@ def test_a_run_whose_log_can_not_be_written_trains_saves_and_ends_as_it_would(li
         log = place / "pipe"
         os.mkfifo(log)
         reader = subprocess.Popen(["head", "-n", "1", str(log)], stdout=subprocess.PIPE, text=True)
-    assert lives.run(log, *arguments(place, output)) == 0
+    lives.start(log, *arguments(place, output))
+    assert lives.wait() == 0
     if nowhere != "a full disk":
         assert reader.communicate()[0].startswith("devices: ")
     assert whole_steps(Folder(output)) == whole_steps(Folder(whole))

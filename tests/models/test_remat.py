@@ -67,6 +67,13 @@ def test_a_share_keeps_what_takes_most_flops_a_byte_and_fits(share, kept):
     assert products(made._backward) == 6 + 2 - len(kept)
 
 
+def test_without_gradients_a_layer_has_a_forward_alone_which_keeps_nothing():
+    with torch.no_grad():
+        made = graph(Keep(1))
+    assert products(made._forward) == 3
+    assert (made._backward, made.saved, made.values) == (None, 0, ())
+
+
 @pytest.mark.parametrize("share", [0, 1])
 def test_an_operation_with_several_results_is_not_run_again_where_they_are_kept(share):
     def both(flat):

@@ -1,4 +1,4 @@
-"""Training runs of a tiny model, each from before the first device is opened to its exit code."""
+"""Training runs of a tiny model, from before the first device is opened to the exit code, or one after another."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Lives:
     def __init__(self, devices: int = 8) -> None:
         self.living: Forked | None = None
         self.devices = devices
+        self._in_turn: Forked | None = None
 
     def __enter__(self) -> Lives:
         return self
@@ -45,16 +46,24 @@ class Lives:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.living.pid, signal.SIGKILL)
             self.wait()
+        if self._in_turn is not None:
+            self._in_turn.kill()
+            self._in_turn.__exit__(None, None, None)
+            self._in_turn = None
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.devices)}
+        environment.pop("NPROC", None)  # the number of threads goes with the number of devices
+        return environment
 
     def start(self, log: Path, *arguments: object) -> int:
         """Starts a run whose output goes to ``log``; returns its process id."""
-        environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.devices)}
-        environment.pop("NPROC", None)  # the number of threads goes with the number of devices
         with open(log, "ab") as file:
             self.living = Forked(
                 ROOT / "scripts" / "train.py",
                 *arguments,
-                env=environment,
+                env=self._environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -69,9 +78,21 @@ class Lives:
         return code
 
     def run(self, log: Path, *arguments: object) -> int:
-        """Starts a run and waits for its end; returns what :meth:`wait` does."""
-        self.start(log, *arguments)
-        return self.wait()
+        """Runs to the end in a process that has perhaps run others; returns the exit code.
+
+        A run of few steps in a process of its own mostly traces and compiles what another has.
+        """
+        if self._in_turn is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._in_turn = Forked("-m", "tests.support.runs_in_turn", env=self._environment, cwd=ROOT, **pipes)
+        process = self._in_turn
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([str(log), [str(word) for word in arguments]]).encode() + b"\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, f"the process has ended: {process.wait()}"
+        return int(answer)
 
     def kill(self, process: int, number: int = signal.SIGKILL) -> int:
         """Sends a signal and waits for the run's end; returns what :meth:`wait` does."""
