@@ -63,8 +63,9 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 128),
 ]
 
-# of a config, what tells of its files
-_OF_FILES = {"architectures", "auto_map", "dtype", "quantization_config", "transformers_version", "_name_or_path"}
+# of a config, what tells of its files, and what only says its own fields once more (Kimi Linear's)
+_LEFT = {"architectures", "auto_map", "dtype", "quantization_config", "transformers_version", "_name_or_path"}
+_LEFT |= {"linear_attn_config"}
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _MOE_OF_DEFAULT_NONE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -184,7 +185,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 
     Raises as transformers does where the values that are left don't fit together.
     """
-    stated = {name: value for name, value in config.to_dict().items() if name not in _OF_FILES}
+    stated = {name: value for name, value in config.to_dict().items() if name not in _LEFT}
     changes = {**BY_HAND.get(config.model_type, {}), **_special(config)}
     values = stated | _small_values(config, changes)
     depth = values.get("num_hidden_layers", 0)
