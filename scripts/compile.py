@@ -4,7 +4,8 @@ python scripts/compile.py --recipe mixtral_ep --model docs/configs/mixtral_8x7b.
     --per_device_train_batch_size 4 --sequence_length 4096
 
 Exit code 0: every graph fits; 3: one does not; 2: one can't be compiled. Takes all
-options of scripts/train.py. Needs libtpu (pip install -e '.[tpu]') and no TPU. Whatever it says of time is an estimate.
+options of scripts/train.py. Needs libtpu (pip install 'shardwright[tpu]') and no TPU. Whatever it says of time is an
+estimate.
 """
 
 import sys

@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.checkpoint import manifest
-from shardwright.checkpoint.host_state import random_state
-from shardwright.checkpoint.tensors import write_index, write_part
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.lock import FolderLock
 from shardwright.job import Job
-from shardwright.model.meta_model import meta_model
 from shardwright.models.tiny import tiny_config
+from tests.support.checkpoints import write_untrained
 from tests.support.fork_server import run
 from tests.support.paths import ROOT
 
@@ -138,24 +134,6 @@ def write_tokenizer(folder: Path, words: int, **special: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=known, **special).save_pretrained(folder)
 
 
-def write_checkpoint(folder: Path, files: dict[str, str]) -> None:
-    """A whole checkpoint of step 7 of the tiny Llama; of its tensors no value matters here."""
-    model = meta_model(AutoConfig.for_model(**json.loads(files["llama.json"])))
-    tensors = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    snapshot = {name: [(tuple(slice(0, n) for n in t.shape), t)] for name, t in tensors.items()}
-    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    written = write_index(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
-    host = {"step": 7, "learning_rate": 1e-3, "data": {}, "metrics_read": True, "random": random_state()}
-    host |= {"lineage": {}, "asked_batch": [8, 1]}
-    texts = {"host.json": host, "training_args.json": {"optim": "adamw"}, "recipe.json": {}, "trainer_state.json": {}}
-    texts["config.json"] = json.loads(files["llama.json"])
-    for name, content in texts.items():
-        data = json.dumps(content).encode()
-        Folder(folder).write(name, data)
-        written[name] = manifest.checksum(data)
-    manifest.write_manifest(Folder(folder), written)
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that a run could open."""
@@ -201,7 +179,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(root / "endless", 10)
     write_tokenizer(root / "large", 400, eos_token="w1")
     write_tokenizer(root / "partial", 10, eos_token="w1")
-    write_checkpoint(root / "checkpoint-7", files)
+    write_untrained(root / "checkpoint-7", json.loads(files["llama.json"]))
     return root
 
 

@@ -247,7 +247,7 @@ def test_a_compiler_that_aborts_is_an_error_with_its_last_lines(monkeypatch: pyt
 def test_without_libtpu_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[tpu\]'"):
+    with pytest.raises(UserError, match=r"pip install 'shardwright\[tpu\]'"):
         compile_for(on_one_chip(128, 128), CompileTarget("v5e:1x1"))
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, TrainerState
+from transformers import AutoConfig, LlamaConfig, TrainerState
 
+from shardwright.checkpoint import manifest
 from shardwright.checkpoint.host_state import random_state
 from shardwright.checkpoint.lineage import folder_of
 from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.checkpoint.tensors import write_index, write_part
 from shardwright.checkpoint.write import CheckpointWriter, run_texts
 from shardwright.files.folder import Folder
+from shardwright.model.meta_model import meta_model
 from tests.support.lives import TINY
 
 LAYERS = 3
@@ -65,3 +72,21 @@ def quiet() -> Console:
 
 def anything(found: RunCheckpoint) -> None:
     """Accepts every checkpoint."""
+
+
+def write_untrained(folder: Path, config: Mapping[str, Any], **arguments: Any) -> None:
+    """A whole checkpoint of step 7 of the model that ``config`` describes, all of it zeros."""
+    model = meta_model(AutoConfig.for_model(**config))
+    tensors = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    snapshot = {name: [(tuple(slice(0, n) for n in t.shape), t)] for name, t in tensors.items()}
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    written = write_index(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
+    said: dict[str, Any] = {"lineage": {}, "asked_batch": [8, 1], "mesh": {"fsdp": 8}}
+    texts: dict[str, Any] = {"host.json": {**host(7), **said}, "training_args.json": {"optim": "adamw", **arguments}}
+    texts |= {"recipe.json": {"batch": ["fsdp"]}, "trainer_state.json": {}}
+    texts["config.json"] = dict(config)
+    for name, content in texts.items():
+        data = json.dumps(content).encode()
+        Folder(folder).write(name, data)
+        written[name] = manifest.checksum(data)
+    manifest.write_manifest(Folder(folder), written)

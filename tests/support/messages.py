@@ -7,9 +7,19 @@ from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _ERROR, _WORDS = "UserError", ("asked", "found", "why", "instead")
 Names = Mapping[str, Sequence[ast.expr]]  # name → what is assigned to it
+
+
+class Site(NamedTuple):
+    """A call to which an `instead` is given."""
+
+    path: str
+    function: str
+    first: int
+    last: int
 
 
 @dataclass
@@ -120,13 +130,13 @@ class Offers:
                     left += of_the_name[0].returned if len(of_the_name) == 1 else ()
                     seen.add(called)
 
-    def texts(self) -> Iterator[tuple[str, str]]:
+    def texts(self) -> Iterator[tuple[Site, str]]:
         """(where, text) of the constants of each `instead`."""
         for scope in self.scopes:
             for call, expression in self._given(scope):
                 for node in self._parts(expression, scope.names):
                     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                        yield f"{scope.path}:{call.lineno}", node.value
+                        yield Site(str(scope.path), scope.name, call.lineno, call.end_lineno or call.lineno), node.value
 
 
 def _spliced(expression: ast.expr, names: Names) -> Iterator[str]:

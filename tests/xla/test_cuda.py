@@ -50,7 +50,7 @@ def test_a_users_choice_stays(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_the_plugin_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_PACKAGES", ())
-    with pytest.raises(UserError, match=r"pip install -e '\.\[cuda\]'"):
+    with pytest.raises(UserError, match=r"pip install 'shardwright\[cuda\]'"):
         cuda_plugin.register()
 
 

@@ -151,12 +151,12 @@ class RunCheckpoint:
                 "another --output_dir",
             )
         if other or wrong:
+            of_run = f"--model {given}" if (given := self.arguments.get("model")) else "no --model"
             raise UserError(
                 asked=f"the weights in {self.folder}",
                 found=first_lines([*other, *wrong]),
                 why="its weights are another model's: under this one's config they compute other numbers, if any",
-                instead=f"the model that it was saved with (--model {self.arguments.get('model')}; its config is "
-                f"{self.folder}/config.json)",
+                instead=f"the model that it was saved with ({of_run}; its config is {self.folder}/config.json)",
             )
 
     @property

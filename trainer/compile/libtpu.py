@@ -151,8 +151,8 @@ def _compile(
                 raise _failure(target, lowered.graph, how, last, again, CompilerKilled)
             how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
             unknown = any("Invalid TPU external name" in line for line in last)
-            newer = f"a newer libtpu than {library.version}, by pip install -e '.[tpu]' or --libtpu" if unknown else ""
-            raise _failure(target, lowered.graph, how, last, newer)
+            by = f"a newer libtpu than {library.version}, by pip install 'shardwright[tpu]' or --libtpu"
+            raise _failure(target, lowered.graph, how, last, by if unknown else "")
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
             first = _lines_of(result["error"])[:_LINES_SHOWN]

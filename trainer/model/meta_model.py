@@ -141,10 +141,11 @@ def _unknown_type(model: str, values: Mapping[str, Any]) -> UserError:
     if re.match(r"\d+\.\d+", wrote) and _release(wrote) > _release(installed):
         instead = f"transformers {wrote}, which wrote this config and knows it"
     own = values.get("architectures") or ()
-    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23; a class's own type comes first
-    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    if same := next(((kind, name) for kind, name in known if name in own), None):
-        instead += f"; or, since its architecture is {same[1]}, a copy of its files with model_type {same[0]!r}"
+    # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
+    known = [(kind, name) for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in own]
+    if known:  # of a class that several types share, the one whose name it bears
+        kind, name = max(known, key=lambda each: each[1].lower().startswith(each[0].replace("_", "")))
+        instead += f"; or, since its architecture is {name}, a copy of its files with model_type {kind!r}"
     return UserError(
         asked=f"model {model}",
         found=found + " is never run",

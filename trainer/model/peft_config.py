@@ -378,6 +378,8 @@ def _check_plain(
             instead=f"true, gaussian, pissa or olora; of eva the folder of PEFT's own, as --adapter: {EVA}; of another "
             "trained adapter the plain one that save_pretrained(…, path_initial_model_for_weight_conversion=…) makes"
             if start
-            else "an adapter without it",
+            else "an adapter without it"
+            if more
+            else f"one whose targets are some of {','.join(endings(model))}",
         )
     check_lora(lora, model, asked)

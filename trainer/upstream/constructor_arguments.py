@@ -94,7 +94,7 @@ def _alias(given: dict[str, Any], name: str, ours: str) -> None:
 
 def _called(make: Any, seed: int) -> Any:
     """The model of ``model_init``, called as transformers calls it, with its random numbers from the run's seed."""
-    if not callable(make):
+    if not callable(make) or isinstance(make, torch.nn.Module):  # a module's call is its forward
         instead = "a function that returns a model, or model="
         raise refused("model_init", a_type(make), "it is called for a model", instead)
     torch.manual_seed(seed)

@@ -85,7 +85,7 @@ SCHEMES: dict[str, tuple[Scheme, ...]] = {
     ),
     "int4": (_packed(integers.PACKED, "pack-quantized", type="int"),),
 }
-_UNWRITTEN = f"--format fp8, int4; or {_PLAIN}, from which its own tools make it"
+_UNWRITTEN = f"--format fp8 or int4; or {_PLAIN}, from which its own tools make it"
 
 
 @dataclass

@@ -131,8 +131,9 @@ def unreadable(asked: str, file: Path, error: Exception) -> UserError:
     instead = f"download {file.name} again"
     if is_state_dict(file.name):
         why += "; or it holds more than tensors by name, and a pickle could run whatever code was put into it"
-        instead += ", or the repository's safetensors; or, if you trust the file, convert it once: "
-        instead += f"AutoModelForCausalLM.from_pretrained({asked!r}).save_pretrained(FOLDER)"
+        instead += ", or the repository's safetensors; or, if you trust the file, keep its tensors alone: torch.save({"
+        instead += f"n: t for n, t in torch.load({str(file)!r}, weights_only=False).items() if torch.is_tensor(t)}}, "
+        instead += f"{str(file)!r})"
     return refused(asked, found, why, instead)
 
 

@@ -43,7 +43,7 @@ def check(version: tuple[int, int]) -> None:
             asked=f"NVIDIA GPUs through {cuda.library()}",
             found=f"a plugin of version {'.'.join(map(str, version))} of PJRT's interface",
             why=f"the kernels for GPUs are written by jax 0.7.1, and compilers of {known} are known to read them",
-            instead="pip install jax-cuda12-pjrt==0.7.1, which pip install -e '.[cuda]' brings",
+            instead="pip install jax-cuda12-pjrt==0.7.1, which pip install 'shardwright[cuda]' brings",
         )
 
 
@@ -55,7 +55,7 @@ def register() -> None:
             asked=f"NVIDIA GPUs (PJRT_DEVICE={cuda.KIND})",
             found=f"no plugin of XLA's for them ({cuda.LIBRARY} of jax_plugins) in this environment",
             why="torch_xla has no CUDA of its own; it loads the plugin that jax publishes",
-            instead="pip install -e '.[cuda]', or PJRT_DEVICE=CPU for virtual devices",
+            instead="pip install 'shardwright[cuda]', or PJRT_DEVICE=CPU for virtual devices",
         )
     if cuda.KIND in plugins._plugin_registry:  # semi-private: torch_xla/experimental/plugins.py, torch_xla 2.9
         return

@@ -42,7 +42,7 @@ def find_library(asked: str | None = None) -> Library:
                 asked="compiling for a TPU",
                 found="libtpu is not installed",
                 why="it holds the compiler; it needs no TPU to run",
-                instead="pip install -e '.[tpu]'",
+                instead="pip install 'shardwright[tpu]'",
             )
         return found
     path = Path(os.path.expanduser(asked))

@@ -57,7 +57,8 @@ def init_runtime() -> str:
             "transformers.TrainingArguments(...).device), or CPU_NUM_DEVICES and PJRT_DEVICE=CPU in the environment",
         )
     # semi-private: torch_xla/__init__.py, torch_xla 2.9
-    reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
+    missing = "TPU found, but not libtpu: pip install 'shardwright[tpu]'"
+    reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else missing
     if tpu.num_available_chips() == 0:
         reason = "no accelerator found"
     return f"{count} virtual CPU devices ({reason})"
@@ -198,7 +199,7 @@ def _open(kind: str) -> int:
             asked=f"PJRT_DEVICE={kind}",
             found=" ".join(str(error).partition("\n")[0].split()),
             why="the runtime cannot open these devices",
-            instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
+            instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install 'shardwright[tpu]'",
         ) from error
     if (processes := xr.process_count()) > 1:
         connect(xr.process_index(), processes, *meeting_place(os.environ))
@@ -243,7 +244,8 @@ def _fit(kind: str, library: str) -> None:
             asked=f"PJRT_DEVICE={kind}",
             found=str(error),
             why="torch_xla 2.9 and the plugin speak through a table of functions, whose version both must know",
-            instead="a plugin of another version: pip install -e '.[tpu]' or '.[cuda]' brings one that is tested",
+            instead="a plugin of another version, one that is tested: pip install 'shardwright[tpu]' or "
+            "'shardwright[cuda]'",
         ) from error
 
 

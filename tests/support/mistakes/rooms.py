@@ -1,4 +1,4 @@
-"""Errors mend: of data as a run reads them, and of the commands beside it (`tests/test_mends.py` has the others)."""
+"""Mistakes in data as a run reads them, and in the commands beside it: each in its room, on files of `write`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
+import torch
+from peft import LoraConfig
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright.arguments.command_line import parse
@@ -26,8 +29,9 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
 from shardwright.weights.hub_write import ExportFormat
 from tests.support.chats import CHATML, REASONING, byte_tokenizer, chats, write_records
+from tests.support.fuzz.checkpoints import write_checkpoint
 from tests.support.lives import TINY
-from tests.support.mends import Request, mended
+from tests.support.mends import Request
 
 ASKED = {"role": "user", "content": "Why?"}
 THOUGHT = {"role": "assistant", "content": "<think>so</think>Because."}
@@ -89,8 +93,8 @@ ROOMS: dict[str, tuple[Callable[[dict[str, object]], None], dict[str, object]]] 
     "compile": (of_compile, COMPILE),
     "evaluate": (of_evaluation, EVALUATE),
 }
-# mistake → (room, the options that make it, words of the message)
-MISTAKES: dict[str, tuple[str, dict[str, object], str]] = {
+# mistake → (room, the options that make it, words of the message, and as for those of a run)
+MISTAKES: dict[str, tuple[Any, ...]] = {
     "an empty answer": ("data", {"dataset": "empty_answer.jsonl"}, "message 2 (assistant) is empty"),
     "a chat longer than a row": (
         "data",
@@ -132,7 +136,7 @@ MISTAKES: dict[str, tuple[str, dict[str, object], str]] = {
     "a compiler that is not there": ("compile", {"libtpu": "9.9.9"}, "no such version"),
     "a mesh of fewer devices": ("compile", {"mesh": "fsdp=2,expert=2"}, "multiply to 4"),
     "an axis over slices that is not there": ("compile", {"slices": 2}, "the devices form 2 slices"),
-    "prompts that are not there": ("compile", {"sample_prompts": "prompt.txt"}, "no such file"),
+    "prompts that are not there": ("compile", {"sample_prompts": "absent.txt"}, "no such file"),
     "a recipe for a compile misspelt": ("compile", {"recipe": "mixtral_pe"}, "did you mean"),
     "a base's dtype without an adapter": ("evaluate", {"base_dtype": "int8"}, "without an adapter"),
     "no limit": ("evaluate", {"limit": 0}, "nothing would be measured"),
@@ -140,6 +144,47 @@ MISTAKES: dict[str, tuple[str, dict[str, object], str]] = {
     "rows of one token": ("evaluate", {"max_length": 1}, "a row needs a token"),
     "rows of none": ("evaluate", {"batch_size": 0}, "it counts rows"),
     "no tasks": ("evaluate", {"tasks": ","}, "nothing would be measured"),
+    "chats without a template, evaluated": (
+        "evaluate",
+        {"tokenizer": "plain", "apply_chat_template": "true"},
+        "it says how messages become text",
+    ),
+    "an adapter beside a checkpoint": (
+        "evaluate",
+        {"model": "run/checkpoint-1", "adapter": "adapter"},
+        "a checkpoint is measured as it is",
+        {"--model with a folder in the hub's format": {"model": "small"}},
+    ),
+    "an adapter that lacks factors": (
+        "evaluate",
+        {"adapter": "lacking"},
+        "its factors are not those",
+        {"the adapter as PEFT saved it": {"adapter": "adapter"}},
+    ),
+    "an adapter that names no base": (
+        "evaluate",
+        {"model": "unnamed"},
+        "an adapter is measured on top of its model",
+        {"--model with that model's hub id or folder": {"model": "small"}},
+    ),
+    "a bucket on a TPU VM": (
+        "launch",
+        {"": "tpu-vm", "mount": "gs://b:/mnt", "zone": "z"},
+        "a TPU VM mounts none",
+        {"--mount /mnt/bucket:/mnt/bucket": {"mount": "/mnt/bucket:/mnt/bucket", "output_dir": "/mnt/bucket/run"}},
+    ),
+    "slices that a target can't tell apart": (
+        "launch",
+        {"": "skypilot", "slices": 2},
+        "does not tell a host which slice",
+        {"--slices 1": {"slices": 1}, "xpk, jobset or tpu-vm": {"": "jobset"}},
+    ),
+    "a file of this machine": (
+        "launch",
+        {"dataset": "chats.jsonl", "mount": "gs://b:/mnt"},
+        "which is sent to no host",
+        {"a copy of it under /mnt": {"dataset": "/mnt/chats.jsonl"}, "a hub id": {"dataset": "owner/chats"}},
+    ),
     "a dtype of weights that is none": ("evaluate", {"weight_dtype": "fp16"}, "none of the known ones"),
     "a folder of an adapter that is none": ("evaluate", {"adapter": "plain"}, "plain"),
     "a folder with a tokenizer alone": ("evaluate", {"model": "plain"}, "no file plain/config.json"),
@@ -153,9 +198,7 @@ IN_WORDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("world")
+def write(root: Path) -> None:
     (root / "llama.json").write_text(json.dumps(TINY))
     for name, records in RECORDS.items():
         write_records(root / f"{name}.jsonl", records)
@@ -163,33 +206,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         byte_tokenizer(template).save_pretrained(root / name)
     LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(root / "small")
     byte_tokenizer(CHATML).save_pretrained(root / "small")
-    return root
+    write_checkpoint(root / "run/checkpoint-1")
+    factors = {}
+    for layer in ("0", "1"):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        factors |= {f"{name}A.weight": torch.zeros(2, 16), f"{name}B.weight": torch.zeros(16, 2)}
+    for name, count in {"adapter": 4, "lacking": 3}.items():
+        LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path="small").save_pretrained(root / name)
+        save_file(dict([*factors.items()][:count]), root / name / "adapter_model.safetensors")
+    (root / "unnamed").mkdir()
+    (root / "unnamed/adapter_config.json").write_text('{"peft_type": "LORA"}')
 
 
-def refusal_of(room: str, options: dict[str, object]) -> UserError | None:
+def refusal_of(room: str, asked: Request) -> UserError | None:
     try:
-        ROOMS[room][0](options)
+        ROOMS[room][0](dict(asked.options or {}))
     except UserError as error:
         return error
     except SystemExit:
-        return UserError(asked=shlex.join(map(str, options.items())), found="", why="", instead="")
+        return UserError(asked=shlex.join(map(str, (asked.options or {}).items())), found="", why="", instead="")
     return None
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_offered_leads_on(mistake: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(world)
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(world / "cache"))
-    room, options, words = MISTAKES[mistake]
-    asked = Request(
-        options={name: v for name, v in {**ROOMS[room][1], **options}.items() if room == "export" or v is not None}
-    )
-    error = refusal_of(room, dict(asked.options or {}))
-    assert error is not None
-    assert words in str(error)
-    mends = {mend: request for mend, request in mended(asked, error).items() if request.devices == asked.devices}
-    assert bool(mends) is (mistake not in IN_WORDS), error
-    for mend, request in mends.items():
-        later = refusal_of(room, dict(request.options or {}))
-        print(f"MEND {mistake}\t{mend}\t{'on' if later is None else later}")
-        assert later is None or (later.asked, later.found) != (error.asked, error.found), (mend, str(error))
