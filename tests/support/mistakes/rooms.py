@@ -101,6 +101,11 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         {"dataset": "chats.jsonl", "sequence_length": 32, "overflow": "error"},
         "a sample of 326 tokens",
     ),
+    "chats whose answers lie beyond a row": (
+        "data",
+        {"dataset": "chats.jsonl", "sequence_length": 128},
+        "nothing to train on",
+    ),
     "chats without a template": ("data", {"dataset": "chats.jsonl", "tokenizer": "plain"}, "has no chat template"),
     "texts with the names of special tokens": ("data", {"dataset": "templated.jsonl"}, "the name of a special token"),
     "a pair of several samples": (

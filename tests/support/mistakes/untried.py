@@ -16,7 +16,6 @@ UNTRIED: dict[str, str] = {
     "trainer/compile/search/tune.py tune": _COMPILES,
     "trainer/data/records/bucket.py copied": _DISK,
     "trainer/data/records/document_stream.py read": _RUN,
-    "trainer/data/rows/rows.py write_rows": "more data",
     "trainer/data/samples/template_trial.py try_template": "a template that takes its seconds to be given up",
     "trainer/data/tokenizer.py _spelt_out": "a tokenizer without bytes; its mend is another one",
     "trainer/evaluation/evaluation_command.py _load_tasks": "the harness's whole list of tasks, which takes seconds",

@@ -198,12 +198,15 @@ def write_rows(
         )
         tallies[name] = dict(packer.tally)
         if not len(packed):
+            scored = not packer.tally.get("without target")
             raise UserError(
                 asked=f"{documents.asked} in rows of {packer.length} tokens",
                 found=f"{len(split)} {name} documents of {len(packer.rest)} tokens in all"
                 + "".join(f", {count} {what}" for what, count in packer.tally.items() if count),
-                why="they don't fill one row",
-                instead="a larger dataset, or a shorter --sequence_length",
+                why="they don't fill one row" if scored else "what a row holds of them has nothing to train on",
+                instead="a larger dataset, or a shorter --sequence_length"
+                if scored
+                else f"--sequence_length {2 * packer.length}, or more, for rows that hold an answer; or records with one",
             )
     first = next(iter(tallies.values()))
     first |= documents.unread_tally
