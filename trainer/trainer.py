@@ -236,7 +236,7 @@ class Trainer(Outputs):
                     asked="train() once more",
                     found=f"this trainer has trained to step {self._loop.state.global_step}",
                     why="a run has one output folder, one learning rate schedule and one log",
-                    instead=f"another Trainer, of the model {self.args.output_dir}/model to go on: no checkpoint is kept"
+                    instead=f"another Trainer, of the model {self.args.output_dir}/model: no checkpoint is kept"
                     if self.args.save_strategy == "no"
                     else "another Trainer; or, to go on, trainer.args = replace(trainer.args, max_steps=…) and "
                     "train(resume_from_checkpoint=True); `replace` is that of dataclasses",
