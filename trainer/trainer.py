@@ -236,7 +236,9 @@ class Trainer(Outputs):
                     asked="train() once more",
                     found=f"this trainer has trained to step {self._loop.state.global_step}",
                     why="a run has one output folder, one learning rate schedule and one log",
-                    instead="another Trainer; or, to go on, trainer.args = replace(trainer.args, max_steps=…) and "
+                    instead=f"another Trainer, of the model {self.args.output_dir}/model: no checkpoint is kept"
+                    if self.args.save_strategy == "no"
+                    else "another Trainer; or, to go on, trainer.args = replace(trainer.args, max_steps=…) and "
                     "train(resume_from_checkpoint=True); `replace` is that of dataclasses",
                 )
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing

@@ -163,6 +163,8 @@ def test_latest_passes_over_the_damaged_and_the_half_written_and_says_so(state, 
         find_checkpoint(str(tmp_path / "checkpoint-3"), output, quiet(), anything)
     with pytest.raises(UserError, match=r"no manifest\.json"):
         find_checkpoint(str(tmp_path / "checkpoint-4"), output, quiet(), anything)
+    with pytest.raises(UserError, match=f"instead: +{tmp_path}/checkpoint-3"):
+        find_checkpoint(str(tmp_path), output, quiet(), anything)
 
 
 def test_latest_starts_anew_where_nothing_was_saved_but_not_where_all_is_damaged(state, output):

@@ -58,6 +58,13 @@ def test_the_batch_is_kept_for_the_command_of_the_saved_run_alone_and_on_another
     # after a life on 4 devices, whose command was the same
     assert kept(checkpoint(4, accumulation=4, asked_batch=[1, 2]), 2, **same) == (1, 8)
     assert kept(checkpoint(4, accumulation=4, asked_batch=[1, 2]), 8, **same) is None
+    # another mesh of as many devices splits batches as it does, which is said with what keeps them
+    assert elastic.said(job_of("llama_fsdp", gradient_accumulation_steps=2), checkpoint()) is None
+    split = job_of("llama_cp", **same)
+    assert elastic.kept_batch(split, checkpoint()) is None
+    options = "--per_device_train_batch_size 1 --gradient_accumulation_steps 8"
+    said = f"4 rows a step, 16 before: this mesh splits a batch 2 ways; {options} keeps the 16"
+    assert elastic.said(split, checkpoint()) == said
     # what no run wrote
     for host in ({"mesh": None}, {"mesh": {"fsdp": 0}}, {"mesh": {"data": 8}}, {"asked_batch": ["1", 2]}):
         assert kept(checkpoint(**host), 4, **same) is None

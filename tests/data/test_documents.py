@@ -89,6 +89,8 @@ def test_a_cell_of_a_table_is_the_text_that_stands_in_it(tmp_path: Path) -> None
     found = [*splits["train"]["text"], *splits["heldout"]["text"]]
     assert sorted(found) == sorted(filter(None, cells))
     assert [text for _, text in find_stream(str(path), TEXT).documents()] == cells
+    path.write_text(",text\n0,one\n1,two\n")  # as pandas' to_csv leaves it, with its index
+    assert [text for _, text in find_stream(str(path), TEXT).documents()] == ["one", "two"]
 
 
 def test_same_text_is_never_on_both_sides(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from cProfile import Profile
 from typing import Any
@@ -249,6 +250,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is no text"),
     "a number": ({"messages": [{"role": "user", "content": 7}]}, "an int, not text"),
     "no completion": ({"prompt": "one", "completion": None}, "completion: nothing"),
+    "a string and no string": ({"prompt": "one", "completion": math.nan}, "completion: a float behind a prompt"),
     "a string and messages": ({"prompt": "one", "completion": CHAT[1:2]}, "completion: messages behind a prompt"),
     "an instruction that is none": ({"instruction": "Add.", "output": 2}, "output: an int, not text"),
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "labels: 1 labels of 2 tokens"),

@@ -35,6 +35,13 @@ def test_a_split_is_named_behind_the_dataset_and_what_is_held_out_follows(tmp_pa
     assert locate("some/id@main:config#train_sft") == HubDataset(
         "--dataset some/id@main:config#train_sft", "some/id", "main", "config", "train_sft"
     )
+    for split, found in [
+        ("train_pft", "no file of that split"),
+        ("train_sft[:10%]", "a part of the split train_sft"),
+    ]:
+        with pytest.raises(UserError, match=found):
+            find_stream(f"{folder}#{split}")
+    (tmp_path / "dataset" / "data" / "test-0.jsonl").write_text("{}\n")  # a split, but not the one that is asked for
     with pytest.raises(UserError, match="no file of that split"):
         find_stream(f"{folder}#train_pft")
 

@@ -81,4 +81,4 @@ def test_a_map_has_a_cell_up_to_each_step_and_keeps_the_highest_of_many():
     assert len(cells) <= 121
     assert max(value for _, value in cells) == 9.0
     assert cells[-1][0] == 100_000
-    assert html_map("Load", {}, span=(0, 4)) == ""
+    assert html_map("Load", {}, span=(0, 4)) == html_map("Load", {"layer_0": [(1, 2.0)]}, span=(1, 1)) == ""

@@ -74,10 +74,20 @@ def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
 
 
 def said(job: Job, resume: RunCheckpoint) -> str | None:
-    """The notice that ``job`` keeps the batch of ``resume`` on other devices; None: the command's batch stays."""
-    saved = _saved_batch(resume)
-    now: dict[str, Any] = {name: getattr(job.args, name) for name in OPTIONS}
-    if saved is None or tuple(now.values()) == job.args.asked_batch:
+    """The notice that ``job`` keeps the batch of ``resume`` on other devices, or that its mesh makes another of it."""
+    saved, shards = _saved_batch(resume), job.plan.batch_shards
+    now = job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps
+    if saved is None:
         return None
-    options = " ".join(f"--{name} {value}" for name, value in now.items())
-    return f"{saved[1]} rows a step, as on the {saved[0]} devices before; on these {job.devices}: {options}"
+    devices, rows, asked = saved
+    if now != job.args.asked_batch:
+        return f"{rows} rows a step, as on the {devices} devices before; on these {job.devices}: {_written(now)}"
+    if asked != now or rows == job.rows:
+        return None
+    kept = share_of(rows, shards, now[0])
+    instead = "" if kept is None else f"; {_written(kept)} keeps the {rows}"
+    return f"{job.rows} rows a step, {rows} before: this mesh splits a batch {shards} ways{instead}"
+
+
+def _written(batch: tuple[int, int]) -> str:
+    return " ".join(f"--{name} {size}" for name, size in zip(OPTIONS, batch, strict=True))

@@ -31,6 +31,7 @@ BLOCK = 16 << 20  # bytes that a check reads at a time
 LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
 LARGEST_MANIFEST = 64 << 20
 _LATEST = "--resume_from_checkpoint latest, in a run, takes the newest whole one"
+_WHOLE = f"the path of a whole checkpoint-N; {_LATEST}"
 Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 checksum in hexadecimal}
 
 
@@ -116,9 +117,12 @@ def _check_is_file(folder: Folder, name: str) -> None:
 def read_manifest(folder: Folder) -> dict[str, Checksum]:
     """The size and checksum of each other file of a checkpoint; raises UserError if there is no good manifest."""
     if not folder.exists(MANIFEST):
-        found = f"no {MANIFEST} in it" if folder.names() else "no such folder, or an empty one"
+        names = folder.names()
+        found = f"no {MANIFEST} in it" if names else "no such folder, or an empty one"
         why = f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's"
-        raise damaged(folder, found, why, f"the path of a whole checkpoint-N; {_LATEST}")
+        runs = [name for name in names if re.fullmatch(r"checkpoint-\d+", name) and (folder / name).exists(MANIFEST)]
+        instead = str(folder / max(runs, key=lambda name: int(name[11:]))) if runs else _WHOLE
+        raise damaged(folder, found, why, instead)
     _check_is_file(folder, MANIFEST)
     if (size := folder.size(MANIFEST)) > LARGEST_MANIFEST:
         raise damaged(folder, f"{MANIFEST} has {size:,} bytes, and lists a few files")

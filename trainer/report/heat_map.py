@@ -16,11 +16,10 @@ def html_map(title: str, rows: Mapping[str, Sequence[Point]], span: tuple[float,
 
     A value is taken to be that of the steps since the one before, as a log line's is.
     """
-    rows = {name: points for name, points in rows.items() if points}
-    if not rows:
-        return ""
     x0, x1 = span[0], max(span[1], span[0] + 1)
-    cells = {name: _cells(points, x0, x1) for name, points in rows.items()}
+    cells = {name: row for name, points in rows.items() if (row := _cells(points, x0, x1))}
+    if not cells:  # as after the first log line, which has no steps before it
+        return ""
     most = max(low + 1.0, *(value for row in cells.values() for _, _, value in row))
     shades = {
         name: [

@@ -87,6 +87,8 @@ def _csv(path: Path, start: int) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         rows = csv.reader(file, strict=True)
         names = next(rows, None)
+        if names and not names[0] and len(names) > 1:
+            names[0] = "Unnamed: 0"  # the index that pandas' to_csv writes, as pandas and datasets call it
         if not names or not all(names) or len({*names}) < len(names):
             raise ValueError(f"it begins with {names}, which are no names of columns")
         _check_utf8(names)

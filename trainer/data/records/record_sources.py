@@ -26,6 +26,7 @@ KIND_OF = {
 }
 _PACKED = {".gz": "gzip -d", ".zst": "zstd -d", ".bz2": "bzip2 -d", ".xz": "xz -d"}  # → what unpacks it
 _SPLIT = re.compile(r"\w[\w.-]*")
+_PART = re.compile(rf"({_SPLIT.pattern})\[.*\]")  # as datasets writes it
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
 # how the names of files and folders with these splits begin on the hub (datasets' SPLIT_KEYWORDS)
 _HELDOUT_FILE = re.compile(r"((?P<validation>valid(ation)?|val|dev)|(?P<test>test(ing)?|eval(uation)?))(?![a-z])")
@@ -64,7 +65,7 @@ class Files:
                     if any(map(begins.match, name.split("/"))):
                         names.setdefault(split, []).append(name)
                         break
-            return names
+            return names if self.split in names else {}  # what is held out beside it is not all that is there
         for name in self.files:
             parts = name.lower().split("/") if self.is_folder and self.kind != "text" else []
             match = next(filter(None, map(_HELDOUT_FILE.match, parts)), None)
@@ -125,6 +126,13 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
     if base and _SPLIT.fullmatch(split):
         whole = locate(base, option)
         return whole if isinstance(whole, HeldRecords) else replace(whole, asked=asked, split=split)
+    if base and (part := _PART.fullmatch(split)):
+        raise UserError(
+            asked=asked,
+            found=f"a part of the split {part[1]}",
+            why="a split is read whole",
+            instead=f"--{option} {base}#{part[1]}; and --max_samples 1000, which takes the first so many of --dataset",
+        )
     if "://" in dataset:
         copy = copied(dataset, asked, _kind)
         return Files(asked, *_local_files(copy, asked), is_folder=copy.is_dir())

@@ -189,7 +189,8 @@ class Encoder:
             if isinstance(values[name], str):
                 _leave(values, unread, "tools", "chat_template_kwargs")
                 return self._completion(values["prompt"], values[name])
-            raise BadRecord(name, "messages behind a prompt that is a string")
+            found = "messages" if isinstance(values[name], list) else a_type(values[name])
+            raise BadRecord(name, f"{found} behind a prompt that is a string")
         return self._chat(chat_of(values), unread)
 
     def _labelled(self, values: Mapping[str, Any], unread: Counter[str]) -> Draft:
