@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "chats whose answers lie beyond a row": (
         "data",
-        {"dataset": "chats.jsonl", "sequence_length": 128},
+        {"dataset": "chats.jsonl", "sequence_length": 16},
         "nothing to train on",
     ),
     "chats without a template": ("data", {"dataset": "chats.jsonl", "tokenizer": "plain"}, "has no chat template"),
