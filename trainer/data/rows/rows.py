@@ -206,7 +206,7 @@ def write_rows(
                 why="they don't fill one row" if scored else "what a row holds of them has nothing to train on",
                 instead="a larger dataset, or a shorter --sequence_length"
                 if scored
-                else f"--sequence_length {2 * packer.length}, or more, for rows that hold an answer; or records with one",
+                else f"--sequence_length {2 * packer.length} or more, which holds an answer; or records with one",
             )
     first = next(iter(tallies.values()))
     first |= documents.unread_tally
