@@ -107,6 +107,18 @@ def test_the_file_of_a_resolved_run_gives_its_arguments(tmp_path: Path) -> None:
     assert Settings.of(found) == there
 
 
+def test_a_run_of_epochs_is_repeated_with_others(tmp_path: Path) -> None:
+    run = Settings(num_train_epochs=2, output_dir="out").with_epochs_of(6)
+    assert run.max_steps == 12
+    (tmp_path / "run.yaml").write_text(run_file(run))
+    found = read_options(str(tmp_path / "run.yaml"))
+    assert (found["num_train_epochs"], found["max_steps"]) == (2, -1)
+    assert Settings(**{**found, "num_train_epochs": 3}).with_epochs_of(6).max_steps == 18
+    # steps that were asked for stay
+    (tmp_path / "run.yaml").write_text(run_file(replace(run, max_steps=20)))
+    assert read_options(str(tmp_path / "run.yaml"))["max_steps"] == 20
+
+
 def test_what_follows_from_options_follows_from_those_of_a_command_that_gives_others(tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 500, "load_best_model_at_end": True}
     accurate = again(TrainingArguments(**best), tmp_path, "--metric_for_best_model", "eval_accuracy")

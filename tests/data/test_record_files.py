@@ -168,3 +168,17 @@ def test_groups_of_parquet_behind_a_damaged_one_are_read_from_any_row_on(tmp_pat
     assert "nor the 99 rows behind it" in str(rows[100])
     for start in (7, 100, 200, 299, 300):
         assert list(map(str, rows_of(path, "parquet", start))) == list(map(str, rows[start:]))
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "rows.parquet"])
+def test_files_without_rows_are_told_so_by_the_option_that_named_them(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if name.endswith(".jsonl"):
+        file.write_text("\n\n")
+    else:
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), file)
+    for option in ("dataset", "eval_dataset"):
+        with pytest.raises(UserError) as refused:
+            find_stream(str(file), option=option)
+        assert refused.value.asked.startswith(f"--{option} ")
+        assert refused.value.found == "no rows"

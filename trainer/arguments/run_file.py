@@ -138,6 +138,8 @@ def run_file(arguments: Any) -> str:
     """
     values, defaults = arguments.as_dict(), {each.name: each.default for each in fields(arguments)}
     values |= {name: defaults[name] for name in values if _follows(arguments, name, defaults[name])}
+    if getattr(arguments, "steps_of_epochs", 0) == arguments.max_steps:
+        values["max_steps"] = defaults["max_steps"]
     paths = [*_OUTPUTS, *_INPUTS, *(name for name in _NAMED if {"/", "."} & {*str(values[name])})]
     values |= {name: _absolute(values[name], name in _OUTPUTS) for name in paths if values[name]}
     sets = [f"{name}={_mixture(text)}" if name else _mixture(text) for name, text in arguments.eval_sets.items()]

@@ -234,6 +234,7 @@ class Settings(TrainingArguments):
     # rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on other devices
     # may train with other values, for the same global batch
     asked_batch: tuple[int, ...] = ()
+    steps_of_epochs: int = 0  # that `max_steps` became of `num_train_epochs`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -257,4 +258,5 @@ class Settings(TrainingArguments):
         """The settings with ``max_steps``, unless set, from epochs of ``steps`` each; raises as the class."""
         if self.max_steps > 0 or self.num_train_epochs is None:
             return self
-        return replace(self, max_steps=math.ceil(self.num_train_epochs * steps))
+        found = math.ceil(self.num_train_epochs * steps)
+        return replace(self, max_steps=found, steps_of_epochs=found)

@@ -239,9 +239,9 @@ def audit(
     ]
     shapes = shapes_of(options.dataset, options.reads)
     for each in options.eval_dataset.values():
-        check_evaluated(shapes, find_stream(each, *options.reading))
+        check_evaluated(shapes, find_stream(each, *options.reading, option="eval_dataset"))
     for name, heldout, share in asked:
-        stream = find_stream(name, options.reads, "list")
+        stream = find_stream(name, options.reads, "list", option="eval_dataset" if heldout else "dataset")
         check_samples(options, stream.shape, tokenizer)
         check_special_names(options, stream, tokenizer)
         auditor.prefix = f"{name}: " if len(asked) > 1 else ""

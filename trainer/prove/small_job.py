@@ -192,6 +192,7 @@ def _small_args(args: Settings) -> Settings:
         per_device_train_batch_size=1,
         gradient_accumulation_steps=min(args.gradient_accumulation_steps, 2),
         asked_batch=(),
+        steps_of_epochs=0,
         weight_dtype="float32",
         optimizer_dtype="float32",
         max_steps=STEPS,

@@ -153,14 +153,18 @@ def check_evaluated(shapes: Sequence[RecordShape], other: DocumentStream) -> Non
 
 
 def find_stream(
-    dataset: AnyDataset, reads: Sequence[RecordShape] = SHAPES, on_bad_row: str = "error", stored: bool = False
+    dataset: AnyDataset,
+    reads: Sequence[RecordShape] = SHAPES,
+    on_bad_row: str = "error",
+    stored: bool = False,
+    option: str = "dataset",
 ) -> DocumentStream:
-    """The documents that ``--dataset`` names; None is the standard library. Only their columns are read.
+    """The documents that ``--dataset``, or another ``option``, names; None is the standard library.
 
-    To be ``stored``, a hub dataset is downloaded here. Raises UserError if nothing is there, or nothing to read, or no
-    column of text; ``read`` does if the stream breaks.
+    Only their columns are read. To be ``stored``, a hub dataset is downloaded here. Raises UserError if nothing is
+    there, or nothing to read, or no column of text; ``read`` does if the stream breaks.
     """
-    where = sources.locate(dataset)
+    where = sources.locate(dataset, option)
     if isinstance(where, Files):
         return _stream_of_files(where, reads, on_bad_row)
     return _stream_of_records(where, reads, stored)

@@ -300,6 +300,15 @@ def unreadable(where: Place, error: Exception) -> UserError:
     return UserError(asked=where.asked, found=cause(error), why=why, instead=instead)
 
 
+def without_rows(where: Place) -> UserError:
+    return UserError(
+        asked=where.asked,
+        found="no rows",
+        why="there is nothing in it to learn from, or to evaluate on",
+        instead="data with a record at least",
+    )
+
+
 def cause(error: Exception) -> str:
     """The error in words. `datasets` wraps some causes in an error that only says that it failed."""
     inner = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None

@@ -9,7 +9,14 @@ from datasets import Dataset, IterableDataset, List, Value
 
 from shardwright.data.records.fields import unread_columns
 from shardwright.data.records.files import Unreadable, rows_of
-from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, pick_splits, unreadable
+from shardwright.data.records.record_sources import (
+    Files,
+    HeldRecords,
+    HubDataset,
+    pick_splits,
+    unreadable,
+    without_rows,
+)
 from shardwright.data.records.shapes import check_text, recognise_splits
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import UserError, a_type
@@ -99,12 +106,11 @@ def columns_of(where: HubDataset | HeldRecords, split: Dataset | IterableDataset
     try:
         if split.features:
             return split.features
-        first = next(iter(split), None)
-        if first is None:
-            raise ValueError("no records")
-        return Dataset.from_list([first]).features
+        if (first := next(iter(split), None)) is not None:
+            return Dataset.from_list([first]).features
     except Exception as error:  # as above
         raise unreadable(where, error) from error
+    raise without_rows(where)
 
 
 def _feature_of(value: Any) -> Value | List:
@@ -130,5 +136,5 @@ def _columns_of_files(where: Files, names: list[str]) -> dict[str, Any]:
     if not columns and bad:
         Unread(where.asked, "error")(*bad[0])
     if not columns:
-        raise unreadable(where, ValueError("no records"))
+        raise without_rows(where)
     return columns

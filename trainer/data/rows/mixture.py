@@ -113,7 +113,7 @@ def parts_of(
 
     Of a source that has none nothing is held out. Raises UserError for a set that is of no source's shape.
     """
-    found = {name: find_stream(each, *reading) for name, each in evaluated.items()}
+    found = {name: find_stream(each, *reading, option="eval_dataset") for name, each in evaluated.items()}
     for stream in found.values():
         check_evaluated(shapes, stream)
     parts = []
