@@ -48,6 +48,7 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"(num_)?attention_heads|n_heads?|num_heads|swa_num_attention_heads|linear_num_heads", _HEADS),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
+    (r"mamba_num_heads", 16),  # a multiple of the groups that share a state, which stay
     (r"index_n_heads", 16),  # with fewer many scores tie at 0, and the choice of keys is arbitrary
     (r"rotary_dim", 8),
     (r".*head_dim|kv_channels|attention_head_size", 16),

@@ -122,7 +122,10 @@ def main() -> int:
     results: Results = {(result["family"], result["mode"]): result for result in map(json.loads, lines)}
     version, modes = code_version(), args.modes.split(",")
     published = {} if args.configs is None else distinct(args.configs)
-    names = args.only.split(",") if args.only else list(published) or families()
+    known = list(published) or families()
+    names = args.only.split(",") if args.only else known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--only {unknown[0]}: not among the {len(known)} that are told apart")
     jobs = {name: [m for m in modes if wanted(results.get((name, m)), version, args.again)] for name in names}
     jobs = {name: left for name, left in jobs.items() if left}
     for name in tracked(Console(stderr=True), "families", jobs, len(jobs)):
