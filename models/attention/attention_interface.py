@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from shardwright.models.attention import pieces, ring, splash
 from shardwright.models.attention.block_indexer import chosen_keys
 from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.attention.long_rope import scaled_by_length
 from shardwright.models.attention.portable import Scoring, portable
 from shardwright.models.attention.temperature import by_position
 from shardwright.models.ops.during import during
@@ -34,7 +35,11 @@ ONE_DEVICE = KernelLayout()
 _LAYOUT = "_shardwright_kernel_layout"
 _CHUNK = "_shardwright_chunk"
 # class of a module → its forward under our attention: the same numbers, in operations that XLA can run
-FORWARDS: dict[str, Callable[..., Any]] = {"Qwen4ExpTextQSAIndexer": chosen_keys, "Llama4TextDecoderLayer": by_position}
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "Qwen4ExpTextQSAIndexer": chosen_keys,
+    "Llama4TextDecoderLayer": by_position,
+    "PhimoeRotaryEmbedding": scaled_by_length,
+}
 # keyword arguments that :class:`Attention` understands, or that reach every attention function and change no score
 _KNOWN = {
     *("attention_mask", "segment_ids", "sliding_window", "position_bias", "indices", "block_indices", "is_causal"),

@@ -24,8 +24,12 @@ from transformers import (
 from shardwright.errors import UserError
 from shardwright.layout.auto import UNMADE, auto_recipe
 from shardwright.layout.plan import make_plan
+from shardwright.model.attention_probe import our_attention
 from shardwright.model.facts import ModelFacts
 from shardwright.model.meta_model import config_of, load_config
+from shardwright.models.attention.attention_interface import MASKED, NAME
+from shardwright.models.tiny import shrunk
+from shardwright.scripts.measure.families import distinct
 
 REAL = [
     json.loads(line)
@@ -103,6 +107,19 @@ def test_a_published_model_is_planned_and_as_large_as_its_name_says(row: dict[st
     assert flops is None or 0 < flops <= 6.5 * facts.parameters
     if (said := said_size(row["name"])) is not None:
         assert facts.parameters == pytest.approx(said, rel=0.35)
+
+
+def test_the_forward_of_every_published_model_runs_without_values() -> None:
+    """Shrunk, with all that is special to it; `python scripts/measure/families.py --configs` trains each for a step."""
+    refused = {}
+    for name, values in distinct(Path(__file__).with_name("real_configs.jsonl.gz")).items():
+        if values["model_type"] not in UNKNOWN:
+            try:
+                assert our_attention(ModelFacts(shrunk(config_of(values).get_text_config())), 128) in (NAME, MASKED)
+            except UserError as error:
+                refused[name] = error.found
+    # whose text has no class of its own
+    assert {name for name, found in refused.items() if "without a causal-LM head" not in found} == set()
 
 
 def test_a_size_given_as_a_number_of_numpy_or_torch_builds_as_in_transformers() -> None:

@@ -68,6 +68,10 @@ COMPRESSED = MOE | {
     "index_head_dim": 8,
     "hc_mult": 2,
 }
+# as Phi-3.5-MoE states its RoPE, with fewer factors
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_mscale": 1.24, "long_mscale": 1.43}
+LONG_ROPE |= {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+PHIMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "an indexer": ("deepseek_v32", MASKED, INDEXED),
     "an indexer whose choice later layers share": ("glm_moe_dsa", MASKED, INDEXED | {"index_topk_freq": 2}),
@@ -122,6 +126,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scores by the layer's number": ("gpt2", NAME, GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
     "scores in float32": ("gpt2", NAME, GPT2 | {"reorder_and_upcast_attn": True}),
     "not a decoder by its config": ("gpt_neox", NAME, {"is_decoder": False, "hidden_dropout": 0.0}),
+    "rows within RoPE's first context": (
+        "phimoe",
+        NAME,
+        PHIMOE | {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": LENGTH}},
+    ),
+    "rows beyond RoPE's first context": (
+        "phimoe",
+        NAME,
+        PHIMOE | {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": LENGTH - 1}},
+    ),
     "biases of ALiBi": ("falcon", NAME, {"alibi": True, "new_decoder_architecture": False}),
 }
 
