@@ -111,6 +111,16 @@ def test_one_gradient_that_is_off_is_called_wrong_and_named() -> None:
     assert against_plain.judged(case, case.loss * 1.001, exact)["verdict"] == "wrong"
 
 
+def test_the_distance_of_a_choice_from_another_is_measured() -> None:
+    scores = torch.tensor([[3.0, 2.0, 1.0], [4.0, 4.0, 4.0], [1.0, -1e38, -1e38]])
+    with against_plain.Choices() as far:
+        scores.topk(2)
+    assert far.least == pytest.approx(0.5)
+    with against_plain.Choices() as near:
+        torch.topk(scores + torch.tensor([0.0, 1e-6, 0.0]), k=1, dim=-1)
+    assert near.least < 1e-6
+
+
 def test_what_is_only_rounding_is_not_called_wrong() -> None:
     """A key's bias moves all scores of a query alike, so its gradient is 0 but for rounding."""
     case = against_plain.plain("opt")
