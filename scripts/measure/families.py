@@ -51,8 +51,9 @@ python scripts/measure/families.py {options}
 | date, code | {dates}: {versions} |
 | passed | {totals} |
 | run | 8 virtual devices, 8 rows of 128 tokens, float32, full remat; a mode says the mesh and whether layers are scanned. At that length XLA runs operations of a device beside each other, so that devices wait for one another in more than one place |
+| meshes | scan, unrolled: the recipe's own; tensor: fsdp=4 × tensor=2; three: the same, with experts fsdp=2 × expert=2 × tensor=2 |
 | compared | the loss and the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless |
-| sizes | every one is shrunk; tests/model/test_real_configs.py reads the config.json of published models and plans one of each type |
+| sizes | every one is shrunk; {sizes} |
 | layers | how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs what stands before a `×` |
 | worst gradient | the largest relative difference (2-norm) of any parameter |
 
@@ -65,12 +66,17 @@ LEFT_OUT_PART = """
 |---|---|
 {others}
 """
-_ASKED = {  # whether published configs were → title, options
-    False: ("Families", "--write docs/records/families.md"),
-    True: (
-        "A step of published models",
-        "--configs tests/model/real_configs.jsonl.gz --modes three --write docs/records/published_steps.md",
-    ),
+_ASKED = {  # whether published configs were → what the page says of them
+    False: {
+        "title": "Families",
+        "options": "--write docs/records/families.md",
+        "sizes": "tests/model/test_real_configs.py reads published config.json files and plans one of each type",
+    },
+    True: {
+        "title": "A step of published models",
+        "options": "--configs tests/model/real_configs.jsonl.gz --modes three --write docs/records/published_steps.md",
+        "sizes": "all else is as in the published config.json; of those that are the same then, one is taken",
+    },
 }
 # name → (mesh of the recipe, whether layers are scanned, another mesh of models with experts)
 MODES: dict[str, tuple[str | None, bool, str | None]] = {
@@ -161,7 +167,7 @@ def distinct(file: Path) -> dict[str, dict[str, Any]]:
 def code_version() -> str:
     """The commit, and a hash of uncommitted changes to the code that trains."""
     paths = ["models", "trainer"]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     changes = subprocess.run(["git", "diff", "HEAD", "--", *paths], cwd=ROOT, capture_output=True).stdout
     return commit.strip() + (f"+{hashlib.sha256(changes).hexdigest()[:6]}" if changes else "")
 
@@ -250,8 +256,7 @@ def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
     for name, why in sorted(left_out.items()):
         reasons.setdefault(why, []).append(name)
     others = "\n".join(markdown_row([", ".join(names), why]) for why, names in reasons.items())
-    title, options = _ASKED[not left_out]
-    text = PAGE.format(title=title, options=options, dates=dates, versions=versions, totals=totals, table=table)
+    text = PAGE.format(dates=dates, versions=versions, totals=totals, table=table, **_ASKED[not left_out])
     return text + LEFT_OUT_PART.format(others=others) if left_out else text
 
 

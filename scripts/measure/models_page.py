@@ -74,7 +74,8 @@ FAMILIES = """## By family
 
 *Recipe*: the shipped one that takes the model, else `auto`. *Tested*: `sweep`, loss and every gradient of a small model
 beside transformers' own, on two meshes ([the table](records/families.md)); `config`, published configs are read and
-planned at their real sizes (`tests/model/test_real_configs.py`); `recipe`, that recipe's loss, gradients and weights
+planned at their real sizes (`tests/model/test_real_configs.py`); `step`, loss and every gradient of published configs,
+shrunk, on three mesh axes ([the table](records/published_steps.md)); `recipe`, that recipe's loss, gradients and weights
 after ten steps ([parity](records/parity.md)); `quantized`, the names of a published quantized checkpoint are read
 (`tests/weights/formats`); `vLLM`, exports are read by vLLM's own loaders ([engines](serving.md)).
 
@@ -293,6 +294,7 @@ def families(rows: Sequence[Row]) -> Iterator[str]:
     names = {json.loads(line)["name"] for line in quantized}
     engine = json.loads((ROOT / "tests/serving/vllm.json").read_text(encoding="utf-8"))["families"]
     swept = {row["name"] for row in record("families.md", "scan") if row["scan"].startswith("pass")}
+    stepped = {row["name"] for row in record("published_steps.md", "three") if row["three"].startswith("pass")}
     of_kind: dict[str, list[Row]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
@@ -301,6 +303,7 @@ def families(rows: Sequence[Row]) -> Iterator[str]:
         tested = {
             "sweep": bool({kind, f"{kind}_text"} & swept),
             "config": True,
+            "step": any(name in stepped for row in found for name in row.repositories),
             "recipe": f" {first.recipe} " in parity,
             "quantized": any(name in names for row in found for name in row.repositories),
             "vLLM": bool({kind, f"{kind}_text"} & engine.keys()),
