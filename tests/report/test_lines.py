@@ -112,7 +112,7 @@ def texts_given_to_rich(path: Path) -> list[str]:
         if isinstance(call.func, ast.Attribute)
         and call.func.attr in ("print", "status", "log", "rule")
         and ast.unparse(call.func.value).endswith(("console", "Console", ")"))
-        and not isinstance(call.args[0], ast.Name | ast.Call)
+        and not isinstance(call.args[0], ast.Name | ast.Call | ast.Starred)
     ]
 
 

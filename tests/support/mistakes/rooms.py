@@ -106,6 +106,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         {"dataset": "chats.jsonl", "sequence_length": 16},
         "nothing to train on",
     ),
+    "a part of a split": ("data", {"dataset": "chats.jsonl#train[:10%]"}, "a part of the split train"),
     "chats without a template": ("data", {"dataset": "chats.jsonl", "tokenizer": "plain"}, "has no chat template"),
     "texts with the names of special tokens": ("data", {"dataset": "templated.jsonl"}, "the name of a special token"),
     "a pair of several samples": (
