@@ -75,7 +75,7 @@ FAMILIES = """## By family
 *Recipe*: the shipped one that takes the model, else `auto`. *Tested*: `sweep`, loss and every gradient of a small model
 beside transformers' own, on two meshes ([the table](records/families.md)); `config`, published configs are read and
 planned at their real sizes (`tests/model/test_real_configs.py`); `step`, loss and every gradient of published configs,
-shrunk, on three mesh axes ([the table](records/published_steps.md)); `recipe`, that recipe's loss, gradients and weights
+shrunk, on three axes ([the table](records/published_steps.md)); `recipe`, that recipe's loss, gradients and weights
 after ten steps ([parity](records/parity.md)); `quantized`, the names of a published quantized checkpoint are read
 (`tests/weights/formats`); `vLLM`, exports are read by vLLM's own loaders ([engines](serving.md)).
 
