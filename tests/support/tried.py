@@ -1,4 +1,4 @@
-"""Which places of the code made the errors of the mistakes whose mends were tried."""
+"""A record of the places in the code that made the errors of mistakes whose mends were tried."""
 
 from __future__ import annotations
 

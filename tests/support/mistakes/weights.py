@@ -64,7 +64,7 @@ def pickled() -> str:
 
 
 def tensors_alone() -> None:
-    """What the message says of a file that is trusted."""
+    """Run the line of Python that the message gives for a file that is trusted."""
     file = "pickled/pytorch_model.bin"
     kept = {n: t for n, t in torch.load(file, weights_only=False).items() if torch.is_tensor(t)}
     torch.save(kept, file)
