@@ -173,7 +173,7 @@ BAD = {
     "null": (lambda d: written(d / "x.jsonl", b'{"text": "a"}\n null\n'), r"x\.jsonl, row 2: null, not an object"),
     "null alone": (lambda d: written(d / "x.json", b"null"), "null, not an object"),
     "null first": (lambda d: written(d / "x.json", b'[null, {"text": "a"}]'), r"x\.json, row 1: null, not an object"),
-    "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
+    "no rows": (lambda d: write_parquet(d / "x.parquet", []), "no rows"),
     "a table of tabs": (lambda d: written(d / "x.tsv", b"prompt\tcompletion\na\tb\n"), r"instead: a .csv file"),
     "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(notes\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
