@@ -220,10 +220,10 @@ def test_every_option_that_a_message_offers_is_one_of_a_command(offers: Offers) 
 
 def test_every_mend_that_can_be_applied_is_tried(offers: Offers) -> None:
     """A command, an option, a call or a word of a list that a message offers is in one of the tables, or left out."""
-    if left := {*recipes.RECIPES, *commands.COMMANDS, *rooms.MISTAKES, *CALLS, *PYTHON} - TRIED.mistakes:
-        pytest.skip(f"{len(left)} of the mistakes were not made in this process")
     sites = {where for where, text in offers.texts() if APPLIED.search(text)}
     untried = {where for where in sites if not TRIED.reaches(where)}
     names = {f"{Path(each.path).relative_to(ROOT)} {each.function}".rstrip() for each in untried}
     print(f"MENDS {len(sites)} places, {len(sites) - len(untried)} tried; not", *sorted(names), sep="\n")
-    assert names == UNTRIED.keys()
+    assert names >= UNTRIED.keys()
+    if {*recipes.RECIPES, *commands.COMMANDS, *rooms.MISTAKES, *CALLS, *PYTHON} <= TRIED.mistakes:  # all ran here
+        assert names == UNTRIED.keys()

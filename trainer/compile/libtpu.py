@@ -143,11 +143,8 @@ def _compile(
                 how = f"no result after {target.timeout:g} s; the compiler was killed"
                 raise _failure(target, lowered.graph, how, last, "a longer timeout, or a smaller model first")
             if ended == -signal.SIGKILL:
-                how, again = (
-                    "the compiler was killed (SIGKILL), as the kernel does for want of memory",
-                    "the same command",
-                )
-                again += " on a machine with more memory, or with less beside it"
+                how = "the compiler was killed (SIGKILL), as the kernel does for want of memory"
+                again = "the same command on a machine with more memory, or with less beside it"
                 raise _failure(target, lowered.graph, how, last, again, CompilerKilled)
             how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
             unknown = any("Invalid TPU external name" in line for line in last)

@@ -20,8 +20,7 @@ FOLDER = "certificates"
 _OTHER = {each.name for group in (DataArguments, OutputArguments) for each in fields(group)} - {"isolate_documents"}
 _OTHER |= {"recipe", "model", "revision", "from_scratch", "tokenizer", "mesh", "compute", "bf16", "seed"}
 _OTHER |= {"per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "asked_batch"}
-_OTHER |= {"steps_of_epochs"}
-_OTHER |= {"teacher", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "adapter_format"}
+_OTHER |= {"steps_of_epochs", "teacher", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "adapter_format"}
 
 
 @dataclass(frozen=True)

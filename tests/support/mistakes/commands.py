@@ -5,17 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tests.support.lives import TINY
 from tests.support.paths import ROOT
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 304,
-}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 LLAMA = (ROOT / "recipes/llama_fsdp.py").read_text(encoding="utf-8")
 FILES = {
