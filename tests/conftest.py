@@ -128,6 +128,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Shows with a failure the last lines of each log that a child process has written since: its cause may be there."""
+    report = yield
+    if report.failed:
+        base: Path = item.config._tmp_path_factory.getbasetemp()  # semi-private
+        for log in sorted(base.rglob("*.log")):
+            if log.stat().st_mtime >= call.start:
+                last = log.read_text(errors="replace").splitlines()[-20:]
+                report.sections.append((f"end of {log.relative_to(base)}", "\n".join(last)))
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if _leaves_slow(config):
         terminalreporter.line("left to `pytest -n 2 -m slow`: more whole jobs, kills and compilers")
