@@ -130,7 +130,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Shows with a failure the last lines of each log that a child process has written since: its cause may be there."""
+    """Shows with a failure the last lines of the logs written since: a child process may have told the cause."""
     report = yield
     if report.failed:
         base: Path = item.config._tmp_path_factory.getbasetemp()  # semi-private

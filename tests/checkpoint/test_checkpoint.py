@@ -248,6 +248,16 @@ def test_old_checkpoints_go_once_the_new_one_is_whole(state, output):
     assert output.names() == ["checkpoint-1", "checkpoint-4", LINEAGE]
 
 
+def test_one_whose_removal_is_cut_off_is_gone_after_the_next_save(state, tmp_path, monkeypatch):
+    output = Folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: os.remove(Path(path, "host.json")))  # and then the run is killed
+        save(output, state, 1, 2, limit=1)
+    assert output.names() == ["checkpoint-2", LINEAGE, "trash-1"]
+    save(output, state, 3, resume=2)
+    assert output.names() == ["checkpoint-2", "checkpoint-3", LINEAGE]
+
+
 def test_one_that_can_not_be_removed_ends_no_run_and_of_a_link_only_the_link_goes(state, tmp_path):
     output, elsewhere, said = Folder(tmp_path / "run"), tmp_path / "elsewhere", []
     saves = CheckpointWriter(output, {}, 1, notice=said.append)

@@ -163,7 +163,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def make_room(folder: Folder) -> str | None:
-    """Moves a half checkpoint, or one that was set aside, out of a new one's place, to the `trash-N` that it returns.
+    """Moves a checkpoint of ours, half or whole, out of its place, to the `trash-N` that it returns.
 
     That is removed after the next whole save: what looks half-written may be whole, and a save may fail.
     """
@@ -173,6 +173,14 @@ def make_room(folder: Folder) -> str | None:
     free = next(name for number in itertools.count(1) if not home.exists(name := f"trash-{number}"))
     folder.move(home / free)
     return free
+
+
+def expire(folder: Folder) -> None:
+    """Removes a whole checkpoint, on a disk by way of `trash-N`: an interruption leaves nothing that no one removes."""
+    if folder.remote or make_room(folder) is None:
+        remove(folder)
+    else:
+        empty_trash(folder.parent)
 
 
 def empty_trash(output: Folder) -> None:

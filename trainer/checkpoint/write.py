@@ -309,7 +309,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         arrived = [step for step in list(self.lineage) if step not in self._waiting]
         for old in expired(arrived, self.limit, best):
             try:
-                job.once(functools.partial(manifest.remove, folder_of(self.output, old)))
+                job.once(functools.partial(manifest.expire, folder_of(self.output, old)))
                 del self.lineage[old]
             except StorageError as error:  # the new one is whole: no reason to end a run
                 self.notice(f"checkpoint-{old} stays until the next save: {error.asked}: {error.found}")
