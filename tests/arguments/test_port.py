@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,14 @@ CASES: dict[str, tuple[int, set[str], dict[str, Any]]] = {
     ),
     "llamafactory_lora_sft.yaml": (
         33,
-        {"dataset.columns.tools"},
-        {"dataset": NAMED, "lora_r": 8, "lora_target": "all-linear", "packing": False},
+        set(),
+        {
+            "dataset": NAMED,
+            "columns": "messages=conversations,tools=functions",
+            "lora_r": 8,
+            "lora_target": "all-linear",
+            "packing": False,
+        },
     ),
     "llamafactory_dpo.sh": (
         26,
@@ -96,6 +103,27 @@ def test_each_argument_is_carried_or_named_and_the_options_parse(name: str, tmp_
     (by_file,) = parse([TrainingArguments], ["--config", str(tmp_path / "run.yaml")], None)
     (by_words,) = parse([TrainingArguments], found.words, None)
     assert by_file == by_words == TrainingArguments(**found.options)
+
+
+def test_columns_of_datasets_are_joined_under_the_names_that_the_objective_reads(tmp_path: Path) -> None:
+    entries = {
+        "asked": {"file_name": "a.json", "columns": {"prompt": "question", "query": "context", "response": "output"}},
+        "other": {"file_name": "b.json", "columns": {"prompt": "query"}},
+        "pairs": {"file_name": "c.json", "columns": {"prompt": "question", "chosen": "good", "rejected": "rejected"}},
+        "labelled": {"file_name": "d.json", "columns": {"prompt": "question", "response": "said", "kto_tag": "liked"}},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    for stage, names, columns, lost in (
+        ("sft", "asked", "instruction=question,input=context", []),
+        ("sft", "asked,other", "instruction=question,input=context", ["dataset.columns.prompt"]),
+        ("dpo", "pairs", "prompt=question,chosen=good", []),
+        ("kto", "labelled", "prompt=question,completion=said,label=liked", []),
+    ):
+        (tmp_path / "train.yaml").write_text(f"stage: {stage}\ndataset: {names}\ndataset_dir: .\n")
+        found = ported(read_published(str(tmp_path / "train.yaml")))
+        assert found.options["columns"] == columns
+        assert [each.name for each in found.outcomes if each.kind == MISSING] == lost
+        assert TrainingArguments(**found.options).reads[0].names
 
 
 def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_its_shares(

@@ -179,7 +179,7 @@ BAD = {
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
     "turns under another name": (
         lambda d: written(d / "x.jsonl", b'{"conversation": [{"role": "user", "content": "a"}], "id": "b"}\n'),
-        r"instead: .*rename_column\('conversation', 'messages'\)",
+        "instead: --columns messages=conversation",
     ),
     "tokenised": (
         lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'),

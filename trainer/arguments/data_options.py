@@ -16,6 +16,7 @@ ROLE_OF = {
     **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "function_call"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
 }
+_NAMES = re.compile(r"\w+=[^=,]+(,\w+=[^=,]+)*")  # of --columns
 _SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins
 
 
@@ -34,6 +35,11 @@ class DataArguments(Checked):
         None,
         "Column of the dataset that holds plain text. Default: columns say what records are: `messages` or "
         "`conversations`; `prompt`, `completion`; `instruction`, `output`; `text`; `input_ids`.",
+    )
+    columns: str | None = option(
+        None,
+        "The dataset's own names of columns that are read here under others: `instruction=question,output=answer`, or "
+        "`messages=conversation`.",
     )
     eval_dataset: str | None = option(
         None,
@@ -97,7 +103,18 @@ class DataArguments(Checked):
         _, *parts = _SET.split(text)  # names and datasets by turns
         return dict(zip(parts[::2], parts[1::2], strict=True))
 
+    @property
+    def named_columns(self) -> dict[str, str]:
+        """Column → the dataset's own name for it, of ``--columns`` and ``--text_column``."""
+        named = {} if self.text_column is None else {"text": self.text_column}
+        return named | dict(part.split("=") for part in (self.columns or "").split(",") if part)
+
     def check_data(self) -> None:
+        if (columns := self.columns) is not None:
+            parts = columns.split(",")
+            once = len({part.partition("=")[0] for part in parts}) == len(parts)
+            why = "each part is a column that is read here, once, and the dataset's own name for it"
+            self.check("columns", bool(_NAMES.fullmatch(columns)) and once, why, "instruction=question,output=answer")
         self.check_path("dataset", "eval_dataset")
         self.at_least(1, "a window of a stream holds a row at least", "shuffle_rows", instead=2048)
         self.at_least(2, "a row needs a token and its target", "sequence_length", instead=256)

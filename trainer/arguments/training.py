@@ -18,7 +18,7 @@ from shardwright.arguments.option_values import check_values, option
 from shardwright.arguments.output_options import OutputArguments
 from shardwright.arguments.schedule import KINDS, Schedule
 from shardwright.errors import UserError, without_credentials
-from shardwright.objectives.objective import Objective, RecordShape, text_shape
+from shardwright.objectives.objective import Objective, RecordShape
 
 DEFAULT_STEPS = 100  # if neither steps nor epochs are set
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
@@ -120,6 +120,7 @@ class TrainingArguments(
         given["sample_prompts"] = self.sample_prompts
         cuts = self.overflow in ("split", "truncate_right") and self.overflow != self.entry.overflow
         self.check_beside(**given, overflow=cuts and self.overflow)
+        _ = self.reads
         self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart
         sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
         self.at_least(1, "it counts something that a run needs one of", *sizes)
@@ -157,8 +158,21 @@ class TrainingArguments(
 
     @property
     def reads(self) -> Sequence[RecordShape]:
-        """The shapes that records may have, in the order in which they are tried."""
-        return self.entry.shapes if self.text_column is None else [text_shape(self.text_column)]
+        """The shapes that records may have, in the order in which they are tried; first with the columns' names.
+
+        Raises UserError if no shape has all the columns that ``--columns`` names.
+        """
+        if not (names := self.named_columns):
+            return self.entry.shapes
+        sets = {(*shape.required, *shape.optional): shape for shape in self.entry.shapes}
+        if found := [shape.called(names) for columns, shape in sets.items() if names.keys() <= {*columns}]:
+            return found if self.columns is None else [*found, *self.entry.shapes]  # of another set in a mixture
+        raise UserError(
+            asked=f"--columns {self.columns}" + (f" --text_column {self.text_column}" if self.text_column else ""),
+            found=f"no kind of record has all of {', '.join(names)}",
+            why=f"they have, for --objective {self.objective}, one of these sets: {'; '.join(map(', '.join, sets))}",
+            instead=f"names of one set before each =, such as --columns {next(iter(sets))[0]}=NAME",
+        )
 
     def _read_length(self) -> None:
         epochs = self.num_train_epochs

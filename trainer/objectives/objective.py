@@ -3,11 +3,12 @@
 Shape legend: B rows, S tokens in a row, V vocabulary.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from shardwright.files.folder_entries import LateModule, Tensor, torch
 
@@ -53,10 +54,29 @@ class RecordShape:
     words: str = ""  # the columns as an error names them; empty: the required ones
     refused: tuple[str, ...] = ()  # columns that may tell that a record is of another kind
     label: str = ""  # the one of the required columns that says whether the answer is a good one: true or false
+    names: tuple[tuple[str, str], ...] = ()  # (column, the records' own name for it), where that is another
+
+    def called(self, names: Mapping[str, str]) -> Self:
+        """The shape where records have the columns of ``names`` under other names."""
+        return replace(self, names=tuple(sorted(names.items())))
+
+    @functools.cached_property
+    def name_of(self) -> dict[str, str]:
+        """Column → the records' own name for it."""
+        return {name: name for name in (*self.required, *self.optional, *self.refused)} | dict(self.names)
+
+    @functools.cached_property
+    def columns(self) -> frozenset[str]:
+        """The columns of a record that are read, by the records' own names."""
+        return frozenset(self.name_of.values())
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return (*self.required, *self.optional, *self.refused)
+    def read_as(self) -> str:
+        """The columns that it is known by, and those with other names, in words."""
+        if self.is_text:
+            return self.name_of["text"]
+        names = dict.fromkeys((*self.required, *dict(self.names)))
+        return ", ".join(name if self.name_of[name] == name else f"{name}={self.name_of[name]}" for name in names)
 
     @property
     def is_text(self) -> bool:
@@ -73,16 +93,16 @@ class RecordShape:
         ``typed``: columns have types, so that a null within tools or their arguments may be a key of another record.
         """
         if self.is_text:
-            return record[self.required[0]]
+            return record[self.name_of["text"]]
         lost: list[str] = []
-        values = _without_nulls({name: record.get(name) for name in self.columns}, lost if typed else None)
+        values = _without_nulls({name: record.get(own) for name, own in self.name_of.items()}, lost if typed else None)
         if lost:
             values[LOST_NULLS] = len(lost)
         return json.dumps(values, ensure_ascii=False, default=str)
 
 
 def text_shape(column: str = "text") -> RecordShape:
-    return RecordShape("text", (column,))
+    return RecordShape("text", ("text",), names=() if column == "text" else (("text", column),))
 
 
 _LEAVES = {int, float, bool, str}

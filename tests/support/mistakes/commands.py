@@ -95,6 +95,18 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "a folder of two kinds": ({"dataset": "mixed"}, "files of several kinds"),
     "an empty file": ({"dataset": "empty.txt"}, "an empty file"),
     "columns of no known name": ({"dataset": "questions.jsonl"}, "the columns question (string), answer (string)"),
+    "a column misspelt": (
+        {"dataset": "questions.jsonl", "columns": "instruction=qestion,output=answer"},
+        "there is no column qestion",
+    ),
+    "a column of text misspelt": ({"dataset": "questions.jsonl", "text_column": "qestion"}, "no such column of text"),
+    "columns of two kinds of record": (
+        {"dataset": "questions.jsonl", "columns": "instruction=question,completion=answer"},
+        "no kind of record",
+        {"names of one set before each =": {"columns": "instruction=question,output=answer"}},
+    ),
+    "columns without a name": ({"columns": "question"}, "the dataset's own name for it"),
+    "columns that no dataset has": ({"dataset": "few.jsonl", "columns": "instruction=asked,output=said"}, "no effect"),
     "pairs without their objective": ({"dataset": "pairs.jsonl"}, "with an --objective such as dpo"),
     "chats for an objective of pairs": ({"dataset": "chats.jsonl", "objective": "dpo"}, "reads other records"),
     "a dataset that is not in the cache": ({"dataset": "roneneldan/TinyStories"}, "the hub gives no dataset"),

@@ -145,8 +145,13 @@ def missing(why: str, instead: str, at: Cells | None = None, **nearest: Any) -> 
     return Entry(MISSING, why=why, instead=instead, at=table(at or {}), options=nearest, many=True)
 
 
+def called(column: str) -> Entry:
+    """The records' own name for our ``column``."""
+    return ours("columns", read=lambda name: f"{column}={name}")
+
+
 def under(names: str) -> Entry:
-    """The name of a column, a key or a role in records, which is read if it is one of ``names``."""
+    """The name of a key or a role in records, which is read if it is one of ``names``."""
     instead = f"records that have it as {' or '.join(names.split())}"
     return missing("it is read under another name", instead, {names: NOTHING})
 

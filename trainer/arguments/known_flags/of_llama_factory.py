@@ -5,6 +5,7 @@ from shardwright.arguments.known_flags.entry import (
     DEFAULT,
     NOTHING,
     Cells,
+    called,
     fills,
     listed,
     missing,
@@ -36,14 +37,11 @@ NO_SYSTEM = missing(AS_IT_IS, "a first message of the role system in each record
 BY_COLUMNS = "records are recognised by their columns"
 NO_FP8 = missing("no step computes in FP8", "--bf16 true", bf16=True)
 STOPPED = ("a callback stops a run", "callbacks=[EarlyStoppingCallback(2)] in Python")
-# keys of an entry of dataset_info.json, which a port puts in the place of its name → the names that are read here
+# keys of an entry of dataset_info.json, which a port puts in the place of its name: of columns → ours, of others → the
+# names that are read here
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label"}
+_COLUMNS |= {name: name for name in ("messages", "history", "system", "tools", "chosen", "rejected")}
 _NAMES = {
-    "columns.prompt": "instruction prompt",
-    "columns.query": "input",
-    "columns.response": "output completion text",
-    "columns.messages": "messages conversations",
-    "columns.kto_tag": "label",
-    **{f"columns.{name}": name for name in ("history", "system", "tools", "chosen", "rejected")},
     "tags.role_tag": "from role",
     "tags.content_tag": "value content",
     "tags.user_tag": "human user",
@@ -97,6 +95,7 @@ ARGUMENTS: Cells = {
     "eval_dataset": ours("eval_dataset", read=held_out),
     "dataset_dir": "--dataset takes files and hub ids; names in a dataset_info.json there are looked up",
     "dataset.formatting dataset.ranking": BY_COLUMNS,
+    **{f"dataset.columns.{name}": called(column) for name, column in _COLUMNS.items()},
     **{f"dataset.{name}": under(names) for name, names in _NAMES.items()},
     (
         "dataset.ms_hub_url dataset.om_hub_url dataset.script_url dataset.cloud_file_name dataset.load_from "

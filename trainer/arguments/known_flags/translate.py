@@ -17,12 +17,14 @@ from shardwright.arguments.known_flags.entry import (
     word,
 )
 from shardwright.arguments.known_flags.table import find, own
-from shardwright.objectives import OBJECTIVES
+from shardwright.objectives import DEFAULT, OBJECTIVES
+from shardwright.objectives.objective import Objective
 from shardwright.objectives.segment_objective import SegmentObjective
 
 Look = Callable[[str], Entry | None]
 NO_OPTION = "no option"  # the outcome of a name that nobody knows
 _LENGTH = "sequence_length"
+_READ_AS = {"instruction": "prompt", "output": "completion", "messages": "prompt"}  # where there are no such columns
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def translated(
     _add_chosen(found)
     found.fill = {name: value for name, value in found.fill.items() if name not in found.options}
     kind = OBJECTIVES.get(str({"objective": objective, **found.fill, **found.options}["objective"]))
+    _join_columns(found, kind or OBJECTIVES[DEFAULT])
     if kind is not None and issubclass(kind, SegmentObjective):
         found.outcomes = [_of_a_row(each) for each in found.outcomes]
         lengths = [each.options for each in found.outcomes if _LENGTH in each.options]
@@ -130,6 +133,29 @@ def _add_chosen(found: Translation) -> None:
             both = {**each.options, "loss_type": f"{theirs},sft"} | ({"objective": "dpo"} if theirs == "ipo" else {})
             found.outcomes[number] = replace(each, options=both)
             found.options |= both
+
+
+def _join_columns(found: Translation, kind: type[Objective]) -> None:
+    """Join the names of columns that several arguments say, each under the column that the objective reads."""
+    if not any("columns" in each.options and each.name != "columns" for each in found.outcomes):
+        return
+    read, joined = {name for shape in kind.shapes for name in (*shape.required, *shape.optional)}, dict[str, str]()
+    for number, each in enumerate(found.outcomes):
+        named = [part.partition("=") for part in str(each.options.get("columns") or "").split(",") if part]
+        names = {column if column in read else _READ_AS.get(column, column): own for column, _, own in named}
+        if other := next((joined[column] for column, own in names.items() if joined.get(column, own) != own), None):
+            said = f"another dataset has it as {other}; instead: datasets whose columns have the same names"
+            found.outcomes[number] = replace(each, kind=MISSING, said=said, options={})
+        elif named:
+            joined |= names
+            if each.name != "columns" and all(column == own for column, own in names.items()):
+                found.outcomes[number] = replace(each, kind=UNNEEDED, said="", options={})
+            else:
+                text = ",".join(map("=".join, names.items()))
+                found.outcomes[number] = replace(each, options=each.options | {"columns": text})
+    found.options.pop("columns", None)
+    if others := [f"{column}={own}" for column, own in joined.items() if column != own]:
+        found.options["columns"] = ",".join(others)
 
 
 def _of_a_row(each: Outcome) -> Outcome:

@@ -140,12 +140,12 @@ def _check_utf8(table: Dataset, asked: str) -> None:
 
 
 def check_evaluated(shapes: Sequence[RecordShape], other: DocumentStream) -> None:
-    """Refuse to evaluate on records of none of the ``shapes`` to train on."""
-    if other.shape not in shapes:
-        kinds = dict.fromkeys(f"{shape.name} ({', '.join(shape.required)})" for shape in shapes)
+    """Refuse to evaluate on records of none of the ``shapes`` to train on, whatever their columns' names."""
+    if other.shape.name not in {shape.name for shape in shapes}:
+        kinds = dict.fromkeys(f"{shape.name} ({shape.read_as})" for shape in shapes)
         raise UserError(
             asked=f"to evaluate on {other.asked}",
-            found=f"its records are {other.shape.name} ({', '.join(other.shape.required)}), and those to train on "
+            found=f"its records are {other.shape.name} ({other.shape.read_as}), and those to train on "
             f"{' or '.join(kinds)}",
             why="both are made into rows in one way",
             instead="an --eval_dataset whose columns are those of --dataset",
@@ -177,12 +177,12 @@ def _stream_of_files(where: Files, reads: Sequence[RecordShape], on_bad_row: str
     stats = {name: path.stat() for name, path in where.files.items()}
     sizes = {name: stat.st_size for name, stat in stats.items()}
     stamps = [[n, str(where.files[n].resolve()), stat.st_size, stat.st_mtime_ns] for n, stat in stats.items()]
-    key = [stamps, *(() if is_text else shape.required), on_bad_row, *([where.split] if where.split else [])]
+    key = [stamps, *([] if is_text else shape.read_as.split(", ")), on_bad_row, *([where.split] if where.split else [])]
     key += [sorted(splits.items())] if len(splits) > 1 else []
     # of names and sizes alone, so that a copy on another machine counts as the same data
     identity = f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
     if not is_text:
-        identity += f", {', '.join(shape.required)}" + (f", split {where.split}" if where.split else "")
+        identity += f", {shape.read_as}" + (f", split {where.split}" if where.split else "")
 
     def stream(names: list[str]) -> DocumentStream:
         def read(part: int, document: int) -> Iterator[Keyed]:
@@ -249,7 +249,7 @@ def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordSh
     chosen = [splits[name] for name in sources.pick_splits(splits, where.asked, where.split)]
     features = [columns_of(where, split) for split in chosen]
     shape, unread = recognise_splits(features, where.asked, reads), Unread(where.asked, "error")
-    name = f"{identity}, {', '.join(shape.required)}"
+    name = f"{identity}, {shape.read_as}"
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     key = digest([name, *(split._fingerprint for split in chosen if isinstance(split, Dataset))])
 
@@ -260,7 +260,7 @@ def _stream_of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordSh
         if isinstance(split, Dataset) and shape.is_text:
             full = {n: f for n, f in hidden.items() if split.data.column(n).null_count < split.data.num_rows}
             unread.columns.update(dict.fromkeys(unread_features(full, shape), len(split)))
-            others, table = [], shown.rename_columns({shape.required[0]: "text"})
+            others, table = [], shown.rename_columns({shape.name_of["text"]: "text"})
         columns = shown.to_iterable_dataset() if isinstance(split, Dataset) else shown
 
         def read(part: int, document: int) -> Iterator[Keyed]:

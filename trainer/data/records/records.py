@@ -58,11 +58,12 @@ def texts_of_file(where: Files, name: str, shape: RecordShape, unread: Unread, s
 
 def _text_of(row: Any, shape: RecordShape, typed: bool) -> str | None:
     """The row as one string. Raises Unreadable: it is no string, or can't be encoded as UTF-8."""
-    if shape.is_text and shape.required[0] not in row:
-        raise Unreadable(f"no column {shape.required[0]}")
+    column = shape.name_of[shape.required[0]]
+    if shape.is_text and column not in row:
+        raise Unreadable(f"no column {column}")
     text = shape.document(row, typed)
     if not isinstance(text, str | None):
-        raise Unreadable(f"column {shape.required[0]}: {a_type(text)}, not text")
+        raise Unreadable(f"column {column}: {a_type(text)}, not text")
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:

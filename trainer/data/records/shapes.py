@@ -6,11 +6,13 @@ the held-out share, the cache and a stream's cursor, which know documents by the
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 from datasets import Value
 from datasets.features.features import require_decoding  # semi-private: datasets 5.2
 
+from shardwright.data.records.column_names import is_string, offered, offered_texts
 from shardwright.errors import UserError
 from shardwright.objectives import DEFAULT, OBJECTIVES
 from shardwright.objectives.distill import IDS, LOGPS
@@ -19,6 +21,10 @@ from shardwright.objectives.sft import SHAPES
 
 # columns that may be lists; but for the first three, a string too: the JSON of a list, or a text
 _LISTS = ("input_ids", IDS, LOGPS, "messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_RENAMED = (
+    "columns by the names that they have there: --columns instruction=NAME,output=NAME, which the chat template "
+    "writes, or prompt=NAME,completion=NAME, which stay as they are"
+)
 
 
 class BadRecord(ValueError):
@@ -38,47 +44,63 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
 
     Raises UserError, with the columns, if none fits.
     """
-    for shape in reads:
-        if all(_fits(name, columns.get(name)) for name in shape.required):
+    # records with one of the names that were given need all; those with none are read by their own
+    named = not {own for _, own in reads[0].names}.isdisjoint(columns)
+    for shape in (shape for shape in reads if bool(shape.names) is named):
+        called = all(own in columns for _, own in shape.names)
+        if called and all(_fits(name, columns.get(shape.name_of[name])) for name in shape.required):
             _check_media(columns, asked, shape)
             return shape
+    _refuse(columns, asked, reads)
+
+
+def _refuse(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]) -> NoReturn:
+    """Refuse records of which no shape of ``reads`` fits the columns."""
+    found = "the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items())
+    named = dict(reads[0].names)
+    if text := named.get("text"):
+        raise UserError(
+            asked=f"{asked}: the text in its column {text!r}",
+            found=found,
+            why="there is no such column of text",
+            instead=offered_texts(columns, text) or _RENAMED,
+        )
+    plain = [*dict.fromkeys(replace(shape, names=()) for shape in reads)]
+    option = offered(columns, plain)
+    if named:
+        absent = [own for own in named.values() if own not in columns]
+        near = [each for own in absent for each in difflib.get_close_matches(own, columns, n=1)]
+        raise UserError(
+            asked=f"{asked} {option_of(reads[0])}",
+            found=found,
+            why=f"there is no column {', '.join(absent)}" if absent else f"they are not {_known(plain)}",
+            instead=option or (f"the name {', '.join(near)}" if near else _RENAMED),
+        )
     if not any(shape.is_text for shape in reads):
-        raise _unread(asked, f"the columns {', '.join(columns)}", reads)
-    known, other = "; ".join(", ".join(shape.required) for shape in reads), ""
+        raise _unread(asked, f"the columns {', '.join(columns)}", reads, option)
+    known, others = _known(reads), [option] if option else []
     for name, shape in [(name, shape) for name, entry in OBJECTIVES.items() for shape in entry.shapes]:
         if shape not in SHAPES and columns.keys() >= {*shape.required}:
             known += f"; and {', '.join(shape.required)} with an --objective such as {name}"
-            other = f"--objective {name}; or "
+            others.insert(0, f"--objective {name}")
             break
-    named = reads[0].required[0] if len(reads) == 1 else None  # the column that --text_column names
+    if not option and (texts := offered_texts(columns, None)):
+        others.append(f"{texts}, to train on that text alone")
     raise UserError(
-        asked=asked if named is None else f"{asked}: the text in its column {named!r}",
-        found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
-        why="there is no such column of text" if named else f"records have one of these sets of columns: {known}",
-        instead=other + _columns_offered(columns, named),
+        asked=asked,
+        found=found,
+        why=f"records have one of these sets of columns: {known}",
+        instead="; or ".join(others if option else [*others, _RENAMED]),
     )
 
 
-def _columns_offered(columns: Mapping[str, Any], named: str | None) -> str:
-    """The option to write for records with these columns; ``named``: the one that --text_column names."""
-    texts = [name for name, feature in columns.items() if getattr(feature, "dtype", "") in ("string", "large_string")]
-    near = difflib.get_close_matches(named or "", texts, n=1)
-    offered = ", or ".join(f"--text_column {name}" for name in (near or texts)[:2])
-    if named is not None and offered:
-        return offered
-    renamed = (
-        "columns renamed to instruction and output, which the chat template writes, or to prompt and completion, "
-        "which stay as they are (dataset.rename_columns, or a table's first line)"
-    )
-    if turns := next((name for name, feature in columns.items() if _holds_turns(feature)), None):
-        return f"that column of turns renamed: dataset.rename_column({turns!r}, 'messages')"
-    return f"{offered}, to train on that text alone; or {renamed}" if offered else renamed
+def option_of(shape: RecordShape) -> str:
+    """The option that gives the shape its names."""
+    return f"--columns {','.join(map('='.join, shape.names))}"
 
 
-def _holds_turns(feature: Any) -> bool:
-    """Whether a column is a list of messages, by the keys of its items."""
-    item = getattr(feature, "feature", None)
-    return isinstance(item, Mapping) and (item.keys() >= {"role", "content"} or item.keys() >= {"from", "value"})
+def _known(reads: Sequence[RecordShape]) -> str:
+    return "; ".join(", ".join(shape.required) for shape in reads)
 
 
 def _check_media(columns: Mapping[str, Any], asked: str, shape: RecordShape) -> None:
@@ -108,13 +130,13 @@ def check_text(asked: str, reads: Sequence[RecordShape]) -> None:
         raise _unread(asked, "plain text", reads)
 
 
-def _unread(asked: str, found: str, reads: Sequence[RecordShape]) -> UserError:
+def _unread(asked: str, found: str, reads: Sequence[RecordShape], option: str = "") -> UserError:
     known = "; or ".join(shape.words or ", ".join(shape.required) for shape in reads)
     return UserError(
         asked=f"{asked}, to train on {reads[0].trained}",
         found=found,
         why="the objective reads other records",
-        instead=f"a dataset with the columns {known}; or --objective {DEFAULT}, the default",
+        instead=f"{option or f'a dataset with the columns {known}'}; or --objective {DEFAULT}, the default",
     )
 
 
@@ -124,4 +146,4 @@ def _fits(column: str, feature: Any) -> bool:
     kind = getattr(feature, "dtype", "")
     if column in KTO:
         return kind == "bool" or kind.startswith(("int", "uint"))
-    return column not in _LISTS[:3] and kind in ("string", "large_string")
+    return column not in _LISTS[:3] and is_string(feature)

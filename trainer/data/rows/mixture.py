@@ -19,6 +19,7 @@ import numpy as np
 from shardwright.arguments.data_options import WEIGHTED
 from shardwright.data.records.document_stream import check_evaluated, find_stream
 from shardwright.data.records.record_sources import AnyDataset
+from shardwright.data.records.shapes import option_of
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
 from shardwright.errors import UserError
@@ -100,7 +101,15 @@ def shares_of(sources: Sequence[Source], rows: Sequence[Rows]) -> list[int]:
 
 def shapes_of(dataset: AnyDataset, reads: Sequence[RecordShape]) -> list[RecordShape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_stream`."""
-    return [find_stream(source.dataset, reads).shape for source in sources_of(dataset)]
+    found = [find_stream(source.dataset, reads).shape for source in sources_of(dataset)]
+    if reads[0].names and not any(shape.names for shape in found):
+        raise UserError(
+            asked=f"--dataset {dataset} {option_of(reads[0])}",
+            found=f"none of the names: records with {'; and '.join(shape.read_as for shape in found)}",
+            why="the option would have no effect",
+            instead="no --columns",
+        )
+    return found
 
 
 def parts_of(
@@ -118,7 +127,7 @@ def parts_of(
         check_evaluated(shapes, stream)
     parts = []
     for source, shape in zip(sources, shapes, strict=True):
-        own = {name: evaluated[name] for name, stream in found.items() if stream.shape == shape}
+        own = {name: evaluated[name] for name, stream in found.items() if stream.shape.name == shape.name}
         none = {"heldout_fraction": 0.0} if evaluated and not own else {}
         parts.append({"dataset": source.dataset, "eval_dataset": own, **none})
     return parts

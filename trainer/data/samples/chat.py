@@ -48,7 +48,7 @@ class Chat:
 
 def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
     """The chat in a record's ``messages``, ``conversations``, or ``prompt`` and ``answer``; raises BadRecord."""
-    tools = _list("tools", values["tools"]) if values.get("tools") else None
+    tools = (_list("tools", values["tools"], none=True) or None) if values.get("tools") else None
     system = values.get("system") or ""
     if not isinstance(system, str):
         raise BadRecord("system", f"{a_type(system)}, not text")
@@ -78,7 +78,7 @@ def _template_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def past_turns(history: Any) -> list[Message]:
     """The messages of an instruction's ``history``, a list of what was asked and answered; raises BadRecord."""
-    turns = _list("history", history) if history else []
+    turns = _list("history", history, none=True) if history else []
     if any(not isinstance(turn, list) or [type(text) for text in turn] != [str, str] for turn in turns):
         raise BadRecord("history", "something other than pairs of what was asked and what was answered")
     return [
@@ -103,7 +103,8 @@ def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, 
     if are_texts and common < shortest:
         prompt = prompt.removesuffix(" ")
     if not prompt:
-        raise BadRecord("prompt", "none, and the answers have no common beginning")
+        found = "none, and the answers have no common beginning"
+        raise BadRecord("prompt", found, instead="--columns prompt=NAME, the column of what they answer")
     return {**values, "prompt": prompt, **{name: each[len(prompt) :] for name, each in given.items()}}
 
 
@@ -115,13 +116,16 @@ def with_last(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in values.items() if k != "messages"}, "prompt": asked, "completion": [last]}
 
 
-def _list(column: str, value: Any) -> list[Any]:
+def _list(column: str, value: Any, none: bool = False) -> list[Any]:
+    """A list, or the JSON of one; ``none``: it may be empty. Raises BadRecord."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
             raise BadRecord(column, f"a string that is no JSON: {error}") from error
-    if not isinstance(value, list) or not value:
+    if isinstance(value, dict) and not value.keys().isdisjoint({"role", "from"}):
+        value = [value]  # a message alone
+    if not isinstance(value, list) or not (value or none):
         raise BadRecord(column, f"{'nothing' if value in (None, [], {}) else type(value).__name__}, not a list")
     return value
 
@@ -147,7 +151,7 @@ def _message(column: str, number: int, value: Any) -> Message:
     if empty and all(is_empty(message.get(key)) for key in SAYS) and role in ("user", ASSISTANT):
         raise BadRecord(column, f"message {number} ({role}) is empty")
     if message.get("tool_calls"):
-        message["tool_calls"] = _list(column, message["tool_calls"])
+        message["tool_calls"] = _list(column, message["tool_calls"], none=True)
         for call in message["tool_calls"]:
             _check_call(column, number, call)
     return message
