@@ -132,10 +132,11 @@ def test_an_adapters_arguments_count_where_one_is_trained_and_a_mixture_keeps_it
     for text, adapted in (("trl sft --lora_r 8 --load_in_4bit", False), ("trl sft --lora_r 8 --use_peft", True)):
         (tmp_path / "train.sh").write_text(text)
         assert ("lora_r" in ported(read_published(str(tmp_path / "train.sh"))).options) == adapted
-    mixed = "datasets: [{path: a/b, name: en, fraction: 0.75, columns: [messages]}, {path: c/d, fraction: 0.25}]\n"
+    mixed = "datasets: [{path: a/b, name: en, fraction: 0.75, columns: [messages]}, "
+    mixed += "{path: c/d, data_dir: data/rl, fraction: 0.25}]\n"
     (tmp_path / "sft.yaml").write_text(mixed)
     (tmp_path / "train.sh").write_text("trl sft --config sft.yaml")
-    assert ported(read_published(str(tmp_path / "train.sh"))).options["dataset"] == "a/b:en:0.75,c/d:0.25"
+    assert ported(read_published(str(tmp_path / "train.sh"))).options["dataset"] == "a/b:en:0.75,c/d/data/rl:0.25"
     for more, dataset, lost in (
         ("mix_strategy: interleave_over\ninterleave_probs: 0.7,0.3", "a/b:0.7,c/d.jsonl:0.3", set()),
         ("mix_strategy: interleave_under", "a/b:1,c/d.jsonl:1", set()),

@@ -298,6 +298,22 @@ def test_a_stream_that_became_shorter_is_refused_by_a_cursor_beyond_its_end(
         next(again)
 
 
+def test_a_folder_of_a_hub_dataset_is_read_alone(tmp_path: Path) -> None:
+    with small_hub(b'{"question": "a", "answer": "b"}\n') as hub:
+        hub.file = "data/rl/train.jsonl"
+        script = """if True:
+            from shardwright.data.records.document_stream import find_stream
+            from shardwright.arguments.training import TrainingArguments
+            reads = TrainingArguments(columns="instruction=question,output=answer").reads
+            for stored in (False, True):
+                stream = find_stream("someone/stories/data/rl", reads, stored=stored)
+                print(stream.identity, *(text for _, text in stream.documents()), sep="|")"""
+        first, second = run_python(script, HF_HOME=str(tmp_path), **hub.environment).splitlines()
+    columns, document = "instruction=question, output=answer", '{"instruction": "a", "output": "b"}'
+    assert first == f"someone/stories@{COMMIT}/data/rl, {columns}|{document}"
+    assert second == f"someone/stories, {columns}|{document}"
+
+
 # the two of `datasets.config` that it sets are semi-private: datasets/config.py, datasets 5.2
 STEPS_OF_A_RUN = """if True:
     import hashlib, json, os, urllib.request, datasets

@@ -7,22 +7,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 from datasets import Dataset
 
 COMMIT, BLOB = "a" * 40, "b" * 40
-API, FILE = "/api/datasets/someone/stories", "train.jsonl"
+API = "/api/datasets/someone/stories"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the dataset as one JSON-lines file.
+    """Serves the dataset as one JSON-lines file, ``file``, which may lie in a folder.
 
     From byte ``limit`` of the file on it refuses, as if it were cut off; GET /limit/BYTES sets the limit. It does not
     fall silent, because a client asks a silent hub again for minutes.
     """
 
-    content, limit = b"", 1 << 40
+    content, limit, file = b"", 1 << 40, "train.jsonl"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -35,15 +36,14 @@ class _Requests(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == f"/datasets/someone/stories/resolve/{COMMIT}/{FILE}":
+        if path == f"/datasets/someone/stories/resolve/{COMMIT}/{self.server.file}":
             self._reply_with_part()
         elif path.startswith("/limit/"):
             self.server.limit = int(path.removeprefix("/limit/"))
             self._reply(200, b"{}")
         elif path.startswith(f"{API}/tree/"):
-            in_root = path.removeprefix(f"{API}/tree/") == COMMIT
-            file = {"type": "file", "oid": BLOB, "size": len(self.server.content), "path": FILE}
-            self._reply(200, json.dumps([file] if in_root else []).encode())
+            folder = unquote(path.removeprefix(f"{API}/tree/")).removeprefix(COMMIT).lstrip("/")
+            self._reply(200, json.dumps([entry] if (entry := self._entry_in(folder)) else []).encode())
         elif path in (API, f"{API}/revision/{COMMIT}", f"{API}/revision/main"):
             info = {"id": "someone/stories", "sha": COMMIT, "private": False, "tags": [], "siblings": []}
             self._reply(200, json.dumps(info).encode())
@@ -51,6 +51,15 @@ class _Requests(BaseHTTPRequestHandler):
             self._reply(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
 
     do_HEAD = do_GET
+
+    def _entry_in(self, folder: str) -> dict[str, object] | None:
+        """The one thing in ``folder``: the file, or the folder in which it lies deeper."""
+        within = PurePosixPath(self.server.file)
+        found = next((each for each in (within, *within.parents) if each.parent == PurePosixPath(folder)), None)
+        if found is None or found == PurePosixPath("."):
+            return None
+        entry = {"type": "file", "size": len(self.server.content)} if found == within else {"type": "directory"}
+        return {**entry, "oid": BLOB, "path": str(found)}
 
     def _reply_with_part(self) -> None:
         content, asked = self.server.content, self.headers.get("Range", "bytes=0-")

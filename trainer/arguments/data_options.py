@@ -27,8 +27,8 @@ class DataArguments(Checked):
     dataset: str | None = option(
         None,
         "Text, JSON-lines, Parquet, Arrow or CSV file or folder, also in a bucket (gs://, s3://), or a hub id "
-        "(id:configuration, id@commit), with #split if that is not `train`; or several, mixed by their sizes "
-        "(a.jsonl,b.jsonl) or each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the source of "
+        "(id:configuration, id@commit, id/FOLDER), with #split if that is not `train`; or several, mixed by their "
+        "sizes (a.jsonl,b.jsonl) or each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the source of "
         "Python's standard library.",
     )
     text_column: str | None = option(

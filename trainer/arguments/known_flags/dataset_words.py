@@ -73,7 +73,8 @@ def _described(entry: Mapping[str, Any]) -> list[str]:
         return [files] if isinstance(files, str) else [str(file) for file in files]
     revision = f"@{entry['revision']}" if entry.get("revision") else ""
     configuration = f":{entry['name']}" if entry.get("name") else ""
-    return [f"{path}{revision}{configuration}" + (f"#{split}" if split != "train" else "")]
+    folder = f"/{str(entry['data_dir']).strip('/')}" if entry.get("data_dir") else ""
+    return [f"{path}{folder}{revision}{configuration}" + (f"#{split}" if split != "train" else "")]
 
 
 def template(value: Any) -> str:

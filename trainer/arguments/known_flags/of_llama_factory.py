@@ -97,10 +97,11 @@ ARGUMENTS: Cells = {
     "dataset.formatting dataset.ranking": BY_COLUMNS,
     **{f"dataset.columns.{name}": called(column) for name, column in _COLUMNS.items()},
     **{f"dataset.{name}": under(names) for name, names in _NAMES.items()},
-    (
-        "dataset.ms_hub_url dataset.om_hub_url dataset.script_url dataset.cloud_file_name dataset.load_from "
-        "dataset.folder"
-    ): ("datasets are files, or lie on the hub", "--dataset FILE_OR_ID"),
+    "dataset.ms_hub_url dataset.om_hub_url dataset.script_url dataset.cloud_file_name dataset.load_from": (
+        "datasets are files, or lie on the hub",
+        "--dataset FILE_OR_ID",
+    ),
+    "dataset.folder": "it stands behind the id: --dataset id/FOLDER",
     "dataset.file_sha1": NOTHING,
     "dataset.mix_strategy dataset.interleave_probs": unneeded(
         "--dataset has the shares, here of the rows; an epoch ends once every dataset was gone through"

@@ -88,7 +88,6 @@ COMMON: Cells = {
 MIXTURE: Cells = {
     "datasets": ours("dataset", "without fractions they are mixed by their sizes", several),
     "datasets.columns": "columns say what records are",
-    "datasets.data_dir": ("a dataset is taken whole", "--dataset with a folder of its files"),
     **same("streaming"),
     "test_split_size": HELD_OUT,
 }

@@ -11,7 +11,15 @@ from shardwright.arguments.known_flags.entry import word
 from shardwright.errors import UserError, in_short
 
 _LISTS = {"datasets", "test_datasets", "pretraining_dataset"}  # of axolotl and trl
-_OF_PLACE = {"path", "name", "split", "revision", "data_files", "fraction"}  # of an entry, written in --dataset
+_OF_PLACE = {
+    "path",
+    "name",
+    "split",
+    "revision",
+    "data_files",
+    "data_dir",
+    "fraction",
+}  # of an entry, written in --dataset
 _INFO = "dataset_info.json"
 _MIXING = ("mix_strategy", "interleave_probs")
 _URLS = ("hf_hub_url", "file_name")  # of an entry of that file, the first that it has
@@ -91,11 +99,12 @@ def _place(folder: Path, entry: Mapping[str, Any]) -> str:
         return ""
     if kind == "file_name":
         return str(folder / entry[kind]) + split
-    return str(entry[kind]) + (f":{entry['subset']}" if entry.get("subset") else "") + split
+    folder = f"/{str(entry['folder']).strip('/')}" if entry.get("folder") else ""
+    return str(entry[kind]) + folder + (f":{entry['subset']}" if entry.get("subset") else "") + split
 
 
 def _details(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    known = (*_URLS, "subset", "split") if _url(entry) else ()
+    known = (*_URLS, "subset", "split", "folder") if _url(entry) else ()
     for key, value in entry.items():
         if isinstance(value, Mapping):
             yield from ((f"dataset.{key}.{inner}", each) for inner, each in value.items())

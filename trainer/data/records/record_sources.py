@@ -7,7 +7,7 @@ import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -76,13 +76,19 @@ class Files:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset on the hub: ``id``, ``id:configuration``, ``id@revision`` or ``id@revision:configuration``."""
+    """A dataset on the hub: ``id``, ``id/FOLDER``, ``id@revision``, ``id:configuration``, or these together."""
 
     asked: str
     name: str
     revision: str | None
     configuration: str | None
     split: str | None = None  # the one to train on, where it is not `train`
+    folder: str | None = None  # the one within it to read
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The dataset as functions of `datasets` take it."""
+        return {"name": self.configuration, "revision": self.revision, "data_dir": self.folder}
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,10 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
             "or a hub id: roneneldan/TinyStories",
         )
     place, _, configuration = dataset.partition(":")
-    name, _, revision = place.partition("@")
-    return HubDataset(asked, name, revision or None, configuration or None)
+    whole, _, revision = place.partition("@")
+    owner, *name = whole.split("/", 2)
+    folder = name.pop().strip("/") if len(name) == 2 else None
+    return HubDataset(asked, "/".join([owner, *name]), revision or None, configuration or None, folder=folder or None)
 
 
 def _unformatted(records: Dataset | IterableDataset) -> Dataset | IterableDataset:

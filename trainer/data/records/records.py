@@ -76,9 +76,10 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
     if isinstance(where, HeldRecords):
         return {"train": where.stream()}, where.identity
     try:
-        builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
+        builder = datasets.load_dataset_builder(where.name, **where.words)
         # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
         identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
+        identity += f"/{where.folder}" if where.folder else ""
         identity += f"#{where.split}" if where.split else ""
         return builder.as_streaming_dataset(), identity
     except Exception as error:  # of many types: offline, not found, malformed, …
@@ -89,7 +90,7 @@ def load_records(where: HubDataset | HeldRecords) -> tuple[Mapping[str, Dataset]
     """Name → split, stored on this machine, and a name for all; raises UserError if they can't be had."""
     if isinstance(where, HubDataset):
         try:
-            return datasets.load_dataset(where.name, where.configuration, revision=where.revision), where.name
+            return datasets.load_dataset(where.name, **where.words), where.name
         except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
             raise unreadable(where, error) from error
     if not isinstance(where.records, Dataset):
