@@ -11,15 +11,8 @@ from shardwright.arguments.known_flags.entry import word
 from shardwright.errors import UserError, in_short
 
 _LISTS = {"datasets", "test_datasets", "pretraining_dataset"}  # of axolotl and trl
-_OF_PLACE = {
-    "path",
-    "name",
-    "split",
-    "revision",
-    "data_files",
-    "data_dir",
-    "fraction",
-}  # of an entry, written in --dataset
+# keys of an entry that are written in --dataset
+_OF_PLACE = {"path", "name", "split", "revision", "data_files", "data_dir", "fraction"}
 _INFO = "dataset_info.json"
 _MIXING = ("mix_strategy", "interleave_probs")
 _URLS = ("hf_hub_url", "file_name")  # of an entry of that file, the first that it has
