@@ -92,8 +92,8 @@ def _place(folder: Path, entry: Mapping[str, Any]) -> str:
         return ""
     if kind == "file_name":
         return str(folder / entry[kind]) + split
-    folder = f"/{str(entry['folder']).strip('/')}" if entry.get("folder") else ""
-    return str(entry[kind]) + folder + (f":{entry['subset']}" if entry.get("subset") else "") + split
+    within = f"/{str(entry['folder']).strip('/')}" if entry.get("folder") else ""
+    return str(entry[kind]) + within + (f":{entry['subset']}" if entry.get("subset") else "") + split
 
 
 def _details(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

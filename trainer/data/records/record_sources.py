@@ -151,10 +151,10 @@ def locate(dataset: AnyDataset, option: str = "dataset") -> Place:
             "or a hub id: roneneldan/TinyStories",
         )
     place, _, configuration = dataset.partition(":")
-    whole, _, revision = place.partition("@")
-    owner, *name = whole.split("/", 2)
-    folder = name.pop().strip("/") if len(name) == 2 else None
-    return HubDataset(asked, "/".join([owner, *name]), revision or None, configuration or None, folder=folder or None)
+    path_there, _, revision = place.partition("@")
+    names = path_there.split("/", 2)
+    folder = names.pop().strip("/") if len(names) == 3 else None
+    return HubDataset(asked, "/".join(names), revision or None, configuration or None, folder=folder or None)
 
 
 def _unformatted(records: Dataset | IterableDataset) -> Dataset | IterableDataset:
