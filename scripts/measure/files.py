@@ -35,6 +35,7 @@ from shardwright.scripts.measure.tables import in_fresh_process, job_here, own_c
 LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 FORMS = ("float32", "FP8", "MXFP4")  # of a checkpoint's layers
 PIECE = 16 << 20  # bytes of a plain read
+HIDDEN = 896  # of the model whose state is saved
 
 Seconds = tuple[float, float]  # wall, CPU
 
@@ -101,7 +102,7 @@ def _load_rows(recipe: str, folder: str, rounds: int) -> dict[tuple[str, str], S
 def checkpoint(recipe: str, rounds: int) -> Table:
     """Seconds of a save, and of the least that a save must do."""
     size, seconds = in_fresh_process(save_seconds, recipe, rounds)
-    table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size 512: a state of {size / 1e6:,.0f} MB, medians")
+    table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size {HIDDEN}: a state of {size / 1e6:,.0f} MB, medians")
     for name, of in seconds.items():
         found = statistics.median(of)
         table.add_row(name, f"{found:.2f}", f"{size / found / 1e6:,.0f}")
@@ -124,7 +125,7 @@ def save_seconds(recipe: str, rounds: int) -> tuple[int, dict[str, list[float]]]
     from shardwright.xla import sharding
     from shardwright.xla.device_mesh import build_mesh
 
-    job = job_here(recipe, own_config(recipe, hidden_size=512, intermediate_size=512))
+    job = job_here(recipe, own_config(recipe, hidden_size=HIDDEN, intermediate_size=512))
     state = TrainStep(place_model(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))).state
     values = {f"{name}.{k}": each for name in state for k, (_, each) in enumerate(sharding.shards(state[name]))}
     found: dict[str, list[float]] = {}
