@@ -102,7 +102,8 @@ def _load_rows(recipe: str, folder: str, rounds: int) -> dict[tuple[str, str], S
 def checkpoint(recipe: str, rounds: int) -> Table:
     """Seconds of a save, and of the least that a save must do."""
     size, seconds = in_fresh_process(save_seconds, recipe, rounds)
-    table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size {HIDDEN}: a state of {size / 1e6:,.0f} MB, medians")
+    title = f"{recipe}, hidden size {HIDDEN}: a state of {size / 1e6:,.0f} MB, medians"
+    table = Table("", "seconds", "MB/s", title=title)
     for name, of in seconds.items():
         found = statistics.median(of)
         table.add_row(name, f"{found:.2f}", f"{size / found / 1e6:,.0f}")
