@@ -242,6 +242,8 @@ class Trainer(Outputs):
                     "train(resume_from_checkpoint=True); `replace` is that of dataclasses",
                 )
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
+        if start.job.lora is None:
+            self._given.check_frozen(start.job.facts)
         with start.claimed():
             for loop in start.attempts(self._loop or start.open()):
                 self._loop, self.args = loop, loop.args

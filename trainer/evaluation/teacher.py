@@ -56,7 +56,9 @@ def teacher_job(student: Job) -> Job:
             f"{'an adapter' if adapter else 'a run'}'s {'checkpoint' if saved else 'folder'}",
             "a teacher is a whole model in the hub's format",
             f"--teacher FOLDER, once `{command('export')} --checkpoint CHECKPOINT --output FOLDER"
-            f"{' --merge' * adapter}` has written it",
+            f"{' --merge' * adapter}` has written it"
+            + "; or model.merge_and_unload().save_pretrained(FOLDER), of an adapter that PEFT made"
+            * (not saved),
         )
     dtype, parts = student.recipe.compute.dtype, student.plan.sequence
     found = TrainingArguments(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO
@@ -122,7 +123,7 @@ def opened(file: Path) -> IO[bytes]:
 def unreadable(asked: str, file: Path, error: Exception) -> UserError:
     """The refusal of a file whose opening ended in ``error``."""
     size = os.path.getsize(file) if file.exists() else 0
-    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
+    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + _plain(error)
     if isinstance(error, MemoryError) or "Cannot allocate memory" in str(error):
         why = "a file is mapped whole, though never read whole, and the kernel grants no mapping as large as this one"
         files = 'files of 5 GB, which save_pretrained(FOLDER, max_shard_size="5GB") writes on a larger machine'
@@ -135,6 +136,11 @@ def unreadable(asked: str, file: Path, error: Exception) -> UserError:
         instead += f"n: t for n, t in torch.load({str(file)!r}, weights_only=False).items() if torch.is_tensor(t)}}, "
         instead += f"{str(file)!r})"
     return refused(asked, found, why, instead)
+
+
+def _plain(error: Exception) -> str:
+    """An error's first line, without the colours that torch writes into it."""
+    return re.sub(r"\x1b\[[\d;]*m", "", str(error)).partition("\n")[0][:400]
 
 
 def refused(asked: str, found: str, why: str, instead: str) -> UserError:

@@ -5,6 +5,7 @@ the held-out share, the cache and a stream's cursor, which know documents by the
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,11 +52,22 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
             other = f"--objective {name}; or "
             break
     named = reads[0].required[0] if len(reads) == 1 else None  # the column that --text_column names
+    why = "there is no such column of text" if named else f"records have one of these sets of columns: {known}"
+    instead = other + _columns_offered(columns, named)
+    whole = next((shape for shape in reads if columns.keys() >= {*shape.required}), None)
+    if (separators := re.search(r"[;|\t]", next(iter(columns)))) and len(columns) == 1:
+        mark = separators[0]
+        why = f"the first line of a table names its columns with commas between them, and here stands {mark!r}"
+        instead = f"the table with commas: pandas.read_csv(path, sep={mark!r}).to_csv(path, index=False)"
+    elif whole is not None and not other:
+        unfit = next(name for name in whole.required if not _fits(name, columns[name]))
+        needed = "true or false" if unfit in KTO else "a list" if unfit in _LISTS[:3] else "text"
+        why, instead = f"{unfit} has to be {needed}", f"each record's {unfit} written as {needed}"
     raise UserError(
         asked=asked if named is None else f"{asked}: the text in its column {named!r}",
         found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
-        why="there is no such column of text" if named else f"records have one of these sets of columns: {known}",
-        instead=other + _columns_offered(columns, named),
+        why=why,
+        instead=instead,
     )
 
 
