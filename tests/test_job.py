@@ -120,6 +120,7 @@ def test_settings_are_those_of_the_command_and_stay_as_they_are():
     assert settings.max_steps == -1
     again = Settings.of(replace(settings.with_epochs_of(5), num_train_epochs=3, per_device_train_batch_size=4))
     assert (again.with_epochs_of(5).max_steps, again.asked_batch) == (15, (4, 1))  # a later run of the same trainer
+    assert not Settings.of(replace(settings, isolate_documents=True, isolates_samples=True)).isolate_documents
     kept = Settings.of(replace(settings, gradient_accumulation_steps=2, kept_batch=(1, 2)))
     assert (kept.asked_batch, Settings.of(replace(settings, max_steps=7)).max_steps) == ((1, 1), 7)
     args.sequence_length = 0

@@ -393,7 +393,7 @@ def check_special_names(
     found = [match for text in filled if (match := special_name(tokenizer, text))]
     if 2 * len(found) > len(filled):
         raise UserError(
-            asked=f"{options.dataset}: the texts in its column {stream.shape.required[0]!r}",
+            asked=f"{' '.join(str(options.dataset).split())}: the texts in its column {stream.shape.required[0]!r}",
             found=f"{len(found)} of the first {len(filled)} hold the name of a special token, such as {found[0]!r}",
             why="they may be chats that a template wrote, or texts about tokens, in which names are letters",
             instead="--split_special_tokens false, where each name shall be that token; --split_special_tokens true, "
