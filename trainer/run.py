@@ -137,6 +137,8 @@ class Start:
         hub = self.source if isinstance(self.source, HubWeights) else None
         if hub is not None and hub.said:
             say(console, f"         {hub.said}")
+        if hub is not None and resume is not None and (text := hub.changed(resume.host)):
+            say(console, f"warning: {text}")
         if hub is not None and (names := hub.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
             if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):
