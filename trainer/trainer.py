@@ -157,6 +157,9 @@ class Trainer(Outputs):
         if is_theirs(name) and name not in vars(self):
             raise _never_used(f"trainer.{name} = …", name)
         super().__setattr__(name, value)
+        loop = vars(self).get("_loop")
+        if name == "args" and loop is not None and loop.args is not value and not loop.train_step.begun:
+            self._start = self._loop = None  # which an evaluation opened, by other arguments
 
     @property
     def loop(self) -> TrainingLoop:
