@@ -275,9 +275,9 @@ def _streamed_corpus(
 
 def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
     """The documents to train on and to evaluate; raises UserError for those that no rows can be made of."""
-    find = functools.partial(find_stream, reads=options.reads, on_bad_row=options.samples.on_bad_row)
-    found = find(options.dataset, stored=not options.streaming)
-    others = {name: find(each, stored=not options.streaming) for name, each in options.eval_dataset.items()}
+    reading = options.reads, options.samples.on_bad_row, not options.streaming
+    found = find_stream(options.dataset, *reading)
+    others = {name: find_stream(each, *reading, "eval_dataset") for name, each in options.eval_dataset.items()}
     if options.max_samples is not None:
         found = found.first(options.max_samples)
     if others:
