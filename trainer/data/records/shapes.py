@@ -43,7 +43,9 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
         if all(_fits(name, columns.get(name)) for name in shape.required):
             _check_media(columns, asked, shape)
             return shape
-    if not any(shape.is_text for shape in reads):
+    _check_separators(columns, asked)
+    whole = next((shape for shape in reads if columns.keys() >= {*shape.required}), None)
+    if whole is None and not any(shape.is_text for shape in reads):
         raise _unread(asked, f"the columns {', '.join(columns)}", reads)
     known, other = "; ".join(", ".join(shape.required) for shape in reads), ""
     for name, shape in [(name, shape) for name, entry in OBJECTIVES.items() for shape in entry.shapes]:
@@ -51,15 +53,11 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
             known += f"; and {', '.join(shape.required)} with an --objective such as {name}"
             other = f"--objective {name}; or "
             break
-    named = reads[0].required[0] if len(reads) == 1 else None  # the column that --text_column names
+    # the column that --text_column names
+    named = reads[0].required[0] if len(reads) == 1 and reads[0].is_text else None
     why = "there is no such column of text" if named else f"records have one of these sets of columns: {known}"
     instead = other + _columns_offered(columns, named)
-    whole = next((shape for shape in reads if columns.keys() >= {*shape.required}), None)
-    if (separators := re.search(r"[;|\t]", next(iter(columns)))) and len(columns) == 1:
-        mark = separators[0]
-        why = f"the first line of a table names its columns with commas between them, and here stands {mark!r}"
-        instead = f"the table with commas: pandas.read_csv(path, sep={mark!r}).to_csv(path, index=False)"
-    elif whole is not None and not other:
+    if whole is not None and named is None and (whole not in SHAPES or not other):
         unfit = next(name for name in whole.required if not _fits(name, columns[name]))
         needed = "true or false" if unfit in KTO else "a list" if unfit in _LISTS[:3] else "text"
         why, instead = f"{unfit} has to be {needed}", f"each record's {unfit} written as {needed}"
@@ -69,6 +67,18 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
         why=why,
         instead=instead,
     )
+
+
+def _check_separators(columns: Mapping[str, Any], asked: str) -> None:
+    """Refuse a table whose one column is several, with another mark than a comma between them."""
+    name = next(iter(columns), "")
+    if len(columns) == 1 and (found := re.search(r"[;|\t]", name)):
+        raise UserError(
+            asked=asked,
+            found=f"the one column {name!r}",
+            why=f"the first line of a table names its columns with commas between them, and here stands {found[0]!r}",
+            instead=f"the table with commas: pandas.read_csv(path, sep={found[0]!r}).to_csv(path, index=False)",
+        )
 
 
 def _columns_offered(columns: Mapping[str, Any], named: str | None) -> str:
