@@ -84,6 +84,8 @@ def main() -> None:
     if started and (facts.is_part or arguments.merge):
         # what was not trained is in no checkpoint of the run
         rest = hub = open_hub_weights(base, whole, console, seed, rows_needed(lora, facts.part))
+        if text := hub.changed(saved.host):
+            say(console, f"warning: {text}")
     elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console, seed)
     saved.check_tensors(console)

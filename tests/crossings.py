@@ -133,6 +133,11 @@ def main() -> int:
     parser.add_argument("--failures", type=Path, default=Path("crossing-failures"))
     parser.add_argument("--replay", type=Path, help="a file of --failures")
     asked = parser.parse_args()
+    fixed = {axis: values.split(",") for axis, _, values in (each.partition("=") for each in asked.only)}
+    for axis, values in fixed.items():
+        known = crossing.AXES.get(axis)
+        if known is None or not {*values} <= {*known}:
+            parser.error(f"--only {axis}={','.join(values)}: it takes {', '.join(known or crossing.AXES)}")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     counts: Counter[str] = Counter()
@@ -161,7 +166,6 @@ def main() -> int:
             jobs = [json.loads(asked.replay.read_text())]
             jobs[0]["relations"] = asked.relation or jobs[0]["relations"]
         else:
-            fixed = {axis: values.split(",") for axis, values in (each.split("=", 1) for each in asked.only)}
             cases = itertools.islice(crossing.drawn(random.Random(asked.seed), fixed, asked.share), asked.cases)
             jobs = [
                 {"number": i, "case": values, "seed": asked.seed * 10_000 + i, "relations": asked.relation or turn(i)}

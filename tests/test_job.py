@@ -16,7 +16,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
 from shardwright.inputs import resolve
 from shardwright.job import Job
@@ -118,6 +118,11 @@ def test_settings_are_those_of_the_command_and_stay_as_they_are():
     longer = replace(settings.with_epochs_of(5), per_device_train_batch_size=4)
     assert (longer.max_steps, longer.warmup, longer.asked_batch) == (10, 5, (1, 1))
     assert settings.max_steps == -1
+    again = Settings.of(replace(settings.with_epochs_of(5), num_train_epochs=3, per_device_train_batch_size=4))
+    assert (again.with_epochs_of(5).max_steps, again.asked_batch) == (15, (4, 1))  # a later run of the same trainer
+    assert not Settings.of(replace(settings, isolate_documents=True, isolates_samples=True)).isolate_documents
+    kept = Settings.of(replace(settings, gradient_accumulation_steps=2, kept_batch=(1, 2)))
+    assert (kept.asked_batch, Settings.of(replace(settings, max_steps=7)).max_steps) == ((1, 1), 7)
     args.sequence_length = 0
     with pytest.raises(UserError, match="--sequence_length"):
         Job.resolve(args, lambda: 8)

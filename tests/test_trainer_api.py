@@ -101,7 +101,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trainer]:
     root = tmp_path_factory.mktemp("api")
     done = {"own": make(root / "own"), "given": make(root / "given", summed_loss)}
     done["own"].add_callback(Halved)
+    done["given"].args = replace(done["given"].args, learning_rate=1.0)
     done["given"].evaluate()
+    done["given"].args = replace(done["given"].args, learning_rate=1e-2)  # which the run after it has
     assert not (root / "given").exists(), "an evaluation writes nothing"
     for trainer in done.values():
         trainer.train()

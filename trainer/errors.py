@@ -102,8 +102,9 @@ def a_type(value: object) -> str:
 
 def of_another_kind(name: str, value: object, wanted: str) -> UserError:
     """The error of an argument ``name`` whose value is none of those ``wanted``, in words."""
-    found = f"a {type(value).__module__}.{type(value).__qualname__}"
-    return UserError(asked=f"{name}={value!r:.80}", found=found, why="it is of another kind", instead=wanted)
+    found = f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    asked = " ".join(repr(value).split())
+    return UserError(asked=f"{name}={asked:.80}", found=found, why="it is of another kind", instead=wanted)
 
 
 def command(name: str) -> str:

@@ -18,7 +18,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
 from shardwright.model import meta_model
 from shardwright.model.classifier import reward_config
-from shardwright.model.facts import facts_of
+from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.model.peft_config import options_of
 from shardwright.weights.names import first_lines
 from shardwright.weights.weight_sources import Source, state_dict_weights
@@ -61,6 +61,20 @@ class RunInputs:
                 why=f"what is trained is {a_type(whole)}, which its config makes, with the given weights",
                 instead=f"a class that makes all of it, and before the trainer is made "
                 f"AutoModelForCausalLM.register({config}, {kind}, exist_ok=True); compute_loss_func=, for a loss",
+            )
+
+    def check_frozen(self, facts: ModelFacts) -> None:
+        """Raises UserError if parameters of the given model are frozen that a run without an adapter trains."""
+        own = {} if self.model is None else dict(self.model.named_parameters())
+        made = {facts.names_in_whole.get(name, name): each for name, each in facts.model.named_parameters()}
+        frozen = [name for name, each in made.items() if each.requires_grad and not own.get(name, each).requires_grad]
+        if frozen:
+            raise UserError(
+                asked=f"model={a_type(self.model)} with requires_grad=False",
+                found=first_lines(frozen),
+                why="a run without an adapter trains all weights, and would train these too",
+                instead="model.requires_grad_(True), for all of them; or an adapter, under which all else is frozen: "
+                "peft_config=LoraConfig(target_modules=[…], layers_to_transform=…)",
             )
 
     def weights(self, whole: PreTrainedModel) -> Source | None:
@@ -184,11 +198,21 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
                 asked=f"model={a_type(model)}",
                 found=elsewhere,
                 why="its weights are read on the host and placed by the recipe",
-                instead="model.cpu(); or its hub id or folder, of which the host never holds more than a parameter",
+                instead="its folder, which trainer.save_model(folder) writes, as model="
+                if " is on xla" in elsewhere  # a trainer's own, whose layers are stacked
+                else "model.cpu(); or its hub id or folder, of which the host never holds more than a parameter",
             )
         given["model"], given["config"], options["model"] = model, copy.deepcopy(model.config), None
     elif isinstance(model, PretrainedConfig):
         given["config"], options["model"] = copy.deepcopy(model), None
+    elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        raise UserError(
+            asked=f"model={a_type(model)}",
+            found="a model with factors put into it",
+            why="an adapter is made beside the weights as they are placed by the recipe",
+            instead="the model as before get_peft_model (model.unload()), and its LoraConfig as peft_config=; factors "
+            "that are trained go on as TrainingArguments(adapter=folder), which model.save_pretrained(folder) writes",
+        )
     elif model is not None:
         what = "a hub id, a folder, a config of transformers, or its PreTrainedModel on the CPU"
         _check_kind("model", model, str | os.PathLike, what)
@@ -266,7 +290,8 @@ def check_records(what: str, records: Any) -> None:
             why="there is nothing to make rows of",
             instead="the dataset before it was filtered, to see which step left none",
         )
-    words = "a path, a hub id, or a Dataset or IterableDataset of the library `datasets` (Dataset.from_list(…))"
+    words = "a path, a hub id, or a Dataset or IterableDataset of the library `datasets`, such as "
+    words += "Dataset.from_list(records) and IterableDataset.from_generator(function)"
     _check_kind(what, records, str | os.PathLike | Dataset | IterableDataset, words)
 
 

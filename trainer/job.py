@@ -88,7 +88,7 @@ class Job:
         if self.args.isolate_documents or (self.args.packing and all(shape.is_text for shape in shapes)):
             return self
         try:
-            return replace(self, args=replace(self.args, isolate_documents=True))
+            return replace(self, args=replace(self.args, isolate_documents=True, isolates_samples=True))
         except UserError:
             if self.args.packing:
                 raise

@@ -335,7 +335,7 @@ class TrainingLoop:
         self._note_if_best(lineage.folder_of(self.folder, step))
         data, read = self.batches.state_dict(), self.train_step.metrics_read
         host = host_state.host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
-        host["untrained"] = len(self.trained.published.untrained) if self.trained.published else 0
+        host |= self.trained.base_noted
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         saved = self.trained.saved(self.train_step.state)
         with self.watch.clock.on("save"):

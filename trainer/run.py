@@ -16,7 +16,7 @@ from shardwright.checkpoint.lineage import live_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint
 from shardwright.checkpoint.rollback import Rollbacks
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
-from shardwright.data.from_arguments import asked_tokenizer, data_options
+from shardwright.data.from_arguments import asked_tokenizer, check_records, data_options
 from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.rows.rows import StoredRows, few_rows
@@ -24,7 +24,7 @@ from shardwright.data.samples.prompts import read_prompts
 from shardwright.data.tokenizer import today
 from shardwright.errors import Spiked, TransientError, UserError
 from shardwright.evaluation.completions import show_completions
-from shardwright.evaluation.teacher import check_records, teacher_of
+from shardwright.evaluation.teacher import teacher_of
 from shardwright.evaluation.teacher_rows import taught
 from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
@@ -137,6 +137,8 @@ class Start:
         hub = self.source if isinstance(self.source, HubWeights) else None
         if hub is not None and hub.said:
             say(console, f"         {hub.said}")
+        if hub is not None and resume is not None and (text := hub.changed(resume.host)):
+            say(console, f"warning: {text}")
         if hub is not None and (names := hub.untrained):
             say(console, f"         not trained, and carried into an export as it is: {first_names(names)}")
             if stale := mtp.stale(names, self.job.config, adapter=self.job.lora is not None):

@@ -157,6 +157,9 @@ class Trainer(Outputs):
         if is_theirs(name) and name not in vars(self):
             raise _never_used(f"trainer.{name} = …", name)
         super().__setattr__(name, value)
+        loop = vars(self).get("_loop")
+        if name == "args" and loop is not None and loop.args is not value and not loop.train_step.begun:
+            self._start = self._loop = None  # which an evaluation opened, by other arguments
 
     @property
     def loop(self) -> TrainingLoop:
@@ -242,6 +245,8 @@ class Trainer(Outputs):
                     "train(resume_from_checkpoint=True); `replace` is that of dataclasses",
                 )
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
+        if start.job.lora is None:
+            self._given.check_frozen(start.job.facts)
         with start.claimed():
             for loop in start.attempts(self._loop or start.open()):
                 self._loop, self.args = loop, loop.args

@@ -37,6 +37,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("train.py", ["--recipe", "llama_tp", "--learning_rat=1"], "--learning_rat; did you mean '--learning_rate'?"),
         ("compile.py", ["--topolog", "v5p:4x4x4"], "--topolog; did you mean '--topology'?"),
         ("plan.py", ["--recipe", "mixtral_ep", "--device=4"], "--device; did you mean '--devices'?"),
+        ("plan.py", ["--recipe", "mixtral_ep", "--sequence_length=8"], "--sequence_length; --help lists them"),
         ("export.py", ["--checkpoin", "output"], "--checkpoin; did you mean '--checkpoint'?"),
         ("measure/depth.py", ["--recip=x"], "--recip; did you mean '--recipe'?"),
         ("measure/files.py", ["load", "--round=1"], "--round; did you mean '--rounds'?"),

@@ -11,6 +11,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from shardwright.weights.weight_files import mark_of
 from tests.support.adapters import round_as_stored
 from tests.support.chats import byte_tokenizer
 from tests.support.fork_server import run
@@ -86,6 +87,8 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
     names = (runs / "whole" / "checkpoint-4" / "tensors.json").read_bytes()
     assert b"self_attn.q_proj.weight_lora_B second moment" in names
     assert b"embed_tokens" not in names
+    host = json.loads((runs / "whole" / "checkpoint-4" / "host.json").read_text())
+    assert host["base"] == mark_of([runs / "base" / "model.safetensors"])  # which an export or a resume compares
     assert b"self_attn.q_proj.weight second moment" not in names
 
 

@@ -287,6 +287,9 @@ def test_without_a_tokenizer_the_audit_takes_the_one_that_a_run_would_train(
     said = told.file.getvalue()  # type: ignore[attr-defined]
     assert "<|im_start|>assistant\n⟦" in said
     assert "rate:    warm-up of 12 steps in a run of 10: it never reaches its peak" in said
+    args = TrainingArguments("llama_fsdp", dataset=str(tmp_path / "chats.jsonl"), objective="distill")
+    with pytest.raises(UserError, match="they hold nothing that a teacher said"):
+        run_audit(args, AuditArguments(), told)
     marked = [{"prompt": "Fruit?", "completion": " Stone.", "label": False}]
     with pytest.raises(UserError, match=r"row 1, column label: False(.|\n)*--objective kto"):
         audit_of(write_records(tmp_path / "kto.jsonl", marked))

@@ -91,7 +91,7 @@ def test_columns_under_other_names_make_the_rows_of_renamed_ones_stored_and_stre
     ("columns", "found", "offered"),
     [
         ("instruction=qestion,output=answer", "there is no column qestion", "--columns instruction=question,output="),
-        ("instruction=question,output=number", "they are not instruction, output", "--columns instruction=question,"),
+        ("instruction=question,output=number", "output has to be text", "each record's output written as text"),
         ("input=context", "there is no column context", "--columns instruction=question,output=answer"),
         ("messages=turns", "there is no column turns", "--columns instruction=question,output=answer"),
     ],

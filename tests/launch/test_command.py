@@ -30,12 +30,13 @@ def refused(words: list[str]) -> str:
 
 
 def test_it_writes_the_files_shows_the_commands_and_starts_nothing(tmp_path):
-    words = [*JOBSET, "--output", str(tmp_path / "files"), *TRAIN, "--max_steps", "10"]
+    words = [*JOBSET, "--output", str(tmp_path / "files"), "--env", "A=1 HF_TOKEN=hf_x", *TRAIN, "--max_steps", "10"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = run(ROOT / "scripts" / "launch.py", *words, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "kubectl apply --filename networkpolicy.yaml --filename jobset.yaml" in done.stdout
     assert "Nothing was started" in done.stdout
+    assert "Note: HF_TOKEN of --env stands in these files as it is" in done.stdout
     manifest = yaml.safe_load((tmp_path / "files" / "jobset.yaml").read_text())
     container = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     # a restart goes on by itself

@@ -57,7 +57,7 @@ def test_each_shipped_recipe_loads_by_name_and_documents_its_command(name):
 
 
 def test_a_recipe_of_ones_own_loads_by_path_and_is_named_after_its_file(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8-sig")  # with a byte order mark, as Windows' editors save it
     found = load_recipe(str(tmp_path / "mine.py"))
     assert (found.name, found.batch, found.parameters["weight"]) == ("mine", ("fsdp",), {"fsdp": Shard(0)})
 

@@ -222,6 +222,8 @@ def test_a_certificate_is_found_by_runs_of_the_same_recipe_options_and_kind_of_m
     for asked in (TrainingArguments(recipe="mixtral_ep", **options) for options in ({}, {"packing": False})):
         trained = _for_samples(Job.resolve(asked, lambda: 8), RunInputs())
         assert certificate.subject_of(run_job(asked, 8)) == certificate.subject_of(trained), "a run finds its proof"
+    adapted = [certificate.subject_of(resolved(lora_r=4, lora_alpha=alpha)) for alpha in (None, 8, 16)]
+    assert (adapted[0] == adapted[1], adapted[0] == adapted[2]) == (True, False), "8 is its default"
     assert "none" in str(certificate.said_of(resolved(devices=4))), "its proof is on a mesh whose fsdp axis is 1"
     certificate.write(certificate.subject_of(run), {**content, "versions": {"torch": "2.0"}}, "")
     assert "torch 2.9" in str(certificate.said_of(run))

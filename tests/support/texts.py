@@ -175,6 +175,15 @@ BAD = {
     "null first": (lambda d: written(d / "x.json", b'[null, {"text": "a"}]'), r"x\.json, row 1: null, not an object"),
     "no rows": (lambda d: write_parquet(d / "x.parquet", []), "no rows"),
     "a table of tabs": (lambda d: written(d / "x.tsv", b"prompt\tcompletion\na\tb\n"), r"instead: a .csv file"),
+    "a table of semicolons": (
+        lambda d: written(d / "x.csv", b"prompt;completion\na;b\n"),
+        r"stands ';'\n  instead: .*read_csv\(path, sep=';'\)",
+    ),
+    "records without an ending": (lambda d: written(d / "x", b'{"text": "a"}\n'), r"instead: .*mv \S+/x \S+/x\.jsonl,"),
+    "numbers as text": (
+        lambda d: written(d / "x.jsonl", b'{"prompt": "2 + 2?", "completion": 4}\n'),
+        r"completion \(int64\)\n  why not: completion has to be text\n  instead: each record's completion written as",
+    ),
     "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(notes\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
     "turns under another name": (

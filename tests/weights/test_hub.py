@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_bfloat16_files_are_cast_to_what_weights_are_stored_in(tmp_path):
     for name, parameter in theirs.named_parameters():
         values = placed.live(name)
         assert torch.equal(values[tuple(slice(0, size) for size in values.shape)], parameter.float()), name
+
+
+def test_files_of_other_values_are_known_by_a_checkpoints_mark_wherever_they_lie(tmp_path):
+    theirs = save_theirs(tmp_path / "base", config := config_of("mixtral"))
+    saved = {"base": opened(tmp_path / "base", config).mark}
+    shutil.copytree(tmp_path / "base", tmp_path / "copied")
+    theirs.model.layers.requires_grad_(False).apply(lambda module: [p.mul_(2) for p in module.parameters(False)])
+    theirs.save_pretrained(tmp_path / "base")
+    assert "other weights" in opened(tmp_path / "base", config).changed(saved)
+    assert (opened(tmp_path / "copied", config).changed(saved), opened(tmp_path / "base", config).changed({})) == (
+        "",
+        "",
+    )
 
 
 @pytest.mark.parametrize("form", ["old keys", "new keys"])

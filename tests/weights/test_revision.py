@@ -109,12 +109,12 @@ UNKNOWN = {
         }
         | {"model_type": "kimi_k2", "transformers_version": "4.48.3"},
         r"code of a model's own \(configuration_deepseek.DeepseekV3Config\) is never run",
-        r"a newer transformers may know it .* DeepseekV3ForCausalLM, a copy of its files with model_type 'deepseek_v3'",
+        r"\(pip install --upgrade 'transformers<.*'\).* DeepseekV3ForCausalLM, a copy .* with model_type 'deepseek_v3'",
     ),
     "of a newer transformers": (
         {"architectures": ["NextForCausalLM"], "model_type": "next", "transformers_version": "6.1.0.dev0"},
         r"model_type 'next' is unknown to transformers [\d.]+, and code of a model's own is never run",
-        r"transformers 6.1.0.dev0, which wrote this config and knows it; or a model of a type",
+        r"transformers 6.1.0.dev0, which wrote this config and knows it, with a .* \(this: transformers<",
     ),
 }
 

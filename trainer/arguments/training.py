@@ -248,7 +248,9 @@ class Settings(TrainingArguments):
     # rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on other devices
     # may train with other values, for the same global batch
     asked_batch: tuple[int, ...] = ()
+    kept_batch: tuple[int, ...] = ()  # those other values
     steps_of_epochs: int = 0  # that `max_steps` became of `num_train_epochs`
+    isolates_samples: bool = False  # `isolate_documents` is so for the records' sake
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,8 +267,20 @@ class Settings(TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments) -> Settings:
-        """Raises UserError if an argument was set to an invalid value meanwhile."""
-        return cls(**{each.name: getattr(args, each.name) for each in fields(args)})
+        """Raises UserError if an argument was set to an invalid value meanwhile.
+
+        What an earlier run's settings had made of epochs, of its records, or of a batch that was changed since, is made
+        anew.
+        """
+        values = {each.name: getattr(args, each.name) for each in fields(args)}
+        if isinstance(args, Settings):
+            if args.steps_of_epochs == args.max_steps:
+                values["max_steps"] = -1
+            if args.kept_batch != (args.per_device_train_batch_size, args.gradient_accumulation_steps):
+                values["asked_batch"] = ()
+            values["isolate_documents"] &= not args.isolates_samples
+            values["isolates_samples"] = False
+        return cls(**values)
 
     def with_epochs_of(self, steps: int) -> Settings:
         """The settings with ``max_steps``, unless set, from epochs of ``steps`` each; raises as the class."""

@@ -69,7 +69,9 @@ def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
     if kept is None:
         return job
     rows, accumulation = kept
-    args = replace(job.args, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    args = replace(
+        job.args, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, kept_batch=kept
+    )
     return replace(job, args=args)
 
 

@@ -172,10 +172,10 @@ class RunCheckpoint:
         if saved != optim:
             raise UserError(
                 asked=f"--optim {optim} from {self.folder}",
-                found=f"the state of {saved}",
+                found=f"the state of {saved}" if saved else "no word of the optimizer whose state it is",
                 why="an optimizer goes on from what it knew of the gradients, and another keeps other things of them",
-                instead=f"--optim {saved}; or a new run that starts from its weights alone: export them "
-                f"({command('export')}), and give --model that folder",
+                instead=f"--optim {saved}; or " * bool(saved) + "a new run that starts from its weights alone: export "
+                f"them ({command('export')}), and give --model that folder",
             )
 
     def best_for(self, output: Folder) -> str | None:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,6 +42,15 @@ class TrainedModel:
     def published(self) -> HubWeights | None:
         """The starting weights, where they are files in the hub's format."""
         return self.base if isinstance(self.base, HubWeights) else None
+
+    @property
+    def base_noted(self) -> dict[str, Any]:
+        """Notes for a checkpoint: the base's tensors that are not trained, and a mark of files that are read again."""
+        base, again = self.published, self.job.lora is not None or self.job.facts.is_part
+        return {
+            "untrained": 0 if base is None else len(base.untrained),
+            "base": base.mark if base is not None and again else None,
+        }
 
     def saved(self, state: Tensors) -> Tensors:
         """A checkpoint's tensors: the train step's ``state`` and buffers; no frozen weights under an adapter."""

@@ -16,7 +16,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.data.audit import DECIDE, SAID, WRONG, Audit, audit, histogram
 from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.corpus import load_corpus
-from shardwright.data.from_arguments import asked_tokenizer, data_options
+from shardwright.data.from_arguments import asked_tokenizer, check_records, data_options
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.samples.samples import Sample
@@ -43,6 +43,7 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     config = load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
     tokenizer = asked_tokenizer(args, config)
     shapes = shapes_of(args.dataset, args.reads)
+    check_records(args, shapes)
     if not all(shape.is_text for shape in shapes):
         args = dataclasses.replace(args, isolate_documents=True)  # as a run does
     options = data_options(args, config)

@@ -275,9 +275,9 @@ def _streamed_corpus(
 
 def _documents(options: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> DocumentStream:
     """The documents to train on and to evaluate; raises UserError for those that no rows can be made of."""
-    find = functools.partial(find_stream, reads=options.reads, on_bad_row=options.samples.on_bad_row)
-    found = find(options.dataset, stored=not options.streaming)
-    others = {name: find(each, stored=not options.streaming) for name, each in options.eval_dataset.items()}
+    reading = options.reads, options.samples.on_bad_row, not options.streaming
+    found = find_stream(options.dataset, *reading)
+    others = {name: find_stream(each, *reading, "eval_dataset") for name, each in options.eval_dataset.items()}
     if options.max_samples is not None:
         found = found.first(options.max_samples)
     if others:
@@ -393,7 +393,7 @@ def check_special_names(
     found = [match for text in filled if (match := special_name(tokenizer, text))]
     if 2 * len(found) > len(filled):
         raise UserError(
-            asked=f"{options.dataset}: the texts in its column {stream.shape.read_as!r}",
+            asked=f"{' '.join(str(options.dataset).split())}: the texts in its column {stream.shape.read_as!r}",
             found=f"{len(found)} of the first {len(filled)} hold the name of a special token, such as {found[0]!r}",
             why="they may be chats that a template wrote, or texts about tokens, in which names are letters",
             instead="--split_special_tokens false, where each name shall be that token; --split_special_tokens true, "

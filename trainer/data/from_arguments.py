@@ -1,7 +1,7 @@
 """A run's options → its tokenizer, the tokens that end a generation, and :class:`DataOptions`."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from shardwright.data.chat_template import with_chat_template
 from shardwright.data.corpus import DataOptions
 from shardwright.data.samples.samples import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
+from shardwright.errors import UserError
 from shardwright.files.hub_names import holds_tokenizer, split
 from shardwright.model.meta_model import means_weights, model_path
+from shardwright.objectives.distill import IDS, LOGPS
+from shardwright.objectives.objective import RecordShape
 
 
 def asked_tokenizer(
@@ -94,4 +97,37 @@ def data_options(
             vocabulary=config.get_text_config().vocab_size,
             train_on=args.train_on,
         ),
+    )
+
+
+def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> None:
+    """Refuse records of ``shapes`` beside which the values that the objective needs can't be kept, or are kept already.
+
+    Raises UserError.
+    """
+    if len(shapes) > 1 and (args.entry.reference or args.teacher is not None):
+        raise not_one_dataset(args)
+    wrong = [shape for shape in shapes if (IDS in shape.required) is (args.teacher is not None)]
+    if args.entry.teacher is None or not wrong:
+        return
+    given = args.teacher is not None
+    raise UserError(
+        asked=f"--objective {args.objective}" + (f" --teacher {args.teacher}" if given else " without --teacher"),
+        found=f"records with {', '.join(wrong[0].required)}",
+        why="they hold what a teacher said already" if given else "they hold nothing that a teacher said",
+        instead=f"no --teacher, or records without {IDS} and {LOGPS}"
+        if given
+        else f"--teacher with a hub id or a folder, or records with {IDS} and {LOGPS} too",
+    )
+
+
+def not_one_dataset(args: TrainingArguments) -> UserError:
+    weights, other = "a teacher's", ""
+    if not args.entry.teacher:
+        weights, other = "the starting", "; or --objective orpo or simpo, which compare with nothing"
+    return UserError(
+        asked=f"--objective {args.objective}, which compares with {weights} weights",
+        found="a mixture of datasets, or a stream",
+        why="what they say of each row is computed before the first step, and kept beside the rows of one dataset",
+        instead=f"a single dataset, without --streaming{other}",
     )

@@ -130,7 +130,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             asked=f"a tokenizer of {count} tokens",
             found=f"the model's embedding has {vocab_size} rows",
             why="a token beyond them has no embedding",
-            instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size",
+            instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size, as "
+            f"model.resize_token_embeddings({count}) makes one",
         )
 
 

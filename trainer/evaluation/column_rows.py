@@ -8,9 +8,9 @@ import numpy as np
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import Corpus
+from shardwright.data.from_arguments import not_one_dataset
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import StoredRows
-from shardwright.errors import UserError
 
 
 class ColumnRows(StoredRows):
@@ -55,15 +55,3 @@ def with_column(
     sets = {name: make(rows.spread(args.max_eval_rows)) for name, rows in corpus.heldout_sets.items()}
     splits = {"train": train, **{f"heldout {name}".rstrip(): rows for name, rows in sets.items()}}
     return replace(corpus, train=train, heldout_sets=sets), splits
-
-
-def not_one_dataset(args: TrainingArguments) -> UserError:
-    weights, other = "a teacher's", ""
-    if not args.entry.teacher:
-        weights, other = "the starting", "; or --objective orpo or simpo, which compare with nothing"
-    return UserError(
-        asked=f"--objective {args.objective}, which compares with {weights} weights",
-        found="a mixture of datasets, or a stream",
-        why="what they say of each row is computed before the first step, and kept beside the rows of one dataset",
-        instead=f"a single dataset, without --streaming{other}",
-    )

@@ -76,6 +76,8 @@ def open_model(
     if saved is not None and job.lora is None:
         return place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer
     hub = open_hub_weights(base, job.facts.whole, console, rows=job.rows_needed, packed=job.packed_as_published)
+    if saved is not None and (text := hub.changed(saved.host)):
+        say(console, f"warning: {text}")
     with reading(hub, console), waiting(console, "placing the weights on the devices …"):
         return place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved)), tokenizer
 

@@ -1,7 +1,6 @@
 """The teacher of a run: its own job on the student's devices, checked before anything is read or placed."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -10,14 +9,11 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import manifest
 from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
 from shardwright.errors import UserError, command
-from shardwright.evaluation.column_rows import not_one_dataset
 from shardwright.files.hub_names import ADAPTER_CONFIG, holds_tokenizer, is_hub_name
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.model.meta_model import means_weights, model_path
-from shardwright.objectives.distill import IDS, LOGPS
-from shardwright.objectives.objective import RecordShape
 
 VALUES_FORMAT = 1  # part of the name of kept values: raise it when they change meaning
 # the student's options that the teacher's pass shares
@@ -56,7 +52,9 @@ def teacher_job(student: Job) -> Job:
             f"{'an adapter' if adapter else 'a run'}'s {'checkpoint' if saved else 'folder'}",
             "a teacher is a whole model in the hub's format",
             f"--teacher FOLDER, once `{command('export')} --checkpoint CHECKPOINT --output FOLDER"
-            f"{' --merge' * adapter}` has written it",
+            f"{' --merge' * adapter}` has written it"
+            + "; or model.merge_and_unload().save_pretrained(FOLDER), of an adapter that PEFT made"
+            * (not saved),
         )
     dtype, parts = student.recipe.compute.dtype, student.plan.sequence
     found = TrainingArguments(
@@ -134,24 +132,3 @@ def identity_of(model: str) -> list[object]:
         return [model]
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     return [str(path.resolve()), *([f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
-
-
-def check_records(args: TrainingArguments, shapes: Sequence[RecordShape]) -> None:
-    """Refuse records of ``shapes`` beside which the values that the objective needs can't be kept, or are kept already.
-
-    Raises UserError.
-    """
-    if len(shapes) > 1 and (args.entry.reference or args.teacher is not None):
-        raise not_one_dataset(args)
-    wrong = [shape for shape in shapes if (IDS in shape.required) is (args.teacher is not None)]
-    if args.entry.teacher is None or not wrong:
-        return
-    given = args.teacher is not None
-    raise UserError(
-        asked=f"--objective {args.objective}" + (f" --teacher {args.teacher}" if given else " without --teacher"),
-        found=f"records with {', '.join(wrong[0].required)}",
-        why="they hold what a teacher said already" if given else "they hold nothing that a teacher said",
-        instead=f"no --teacher, or records without {IDS} and {LOGPS}"
-        if given
-        else f"--teacher with a hub id or a folder, or records with {IDS} and {LOGPS} too",
-    )

@@ -1,6 +1,7 @@
 """The launch command: shows and writes a launch plan, and runs it under ``--run``."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from shardwright.launch.targets import TARGETS, find_target, read_request
 from shardwright.report.lines import Terminal, say
 
 _SCRIPT = "run.sh"
+_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|CREDENTIALS)$", re.IGNORECASE)  # names of variables
 
 
 def main(words: Sequence[str], description: str | None) -> int:
@@ -31,6 +33,11 @@ def main(words: Sequence[str], description: str | None) -> int:
     name = own[0] if own else "(none)"
     (options,) = parse([LaunchArguments], own if name.startswith("-") else own[1:], description, epilog)
     plan = find_target(name).plan(read_request(name, options, train))
+    if secrets := [name for name in options.environment if _SECRET.search(name)]:
+        plan.notes.append(
+            f"{', '.join(secrets)} of --env stands in these files as it is, for whoever may read them; a secret is "
+            "better given by what keeps the cluster's (Kubernetes' Secret, Secret Manager)"
+        )
     folder = Path(os.path.expanduser(options.output or Path("launch", options.name)))
     console = Terminal()
     write(plan, folder)

@@ -81,7 +81,7 @@ def _run_file(path: Path) -> dict[str, Any]:
     """Runs the file and returns its variables; any failure becomes a UserError that names file and line."""
     variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path), "__package__": ""}
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_bytes()  # Python finds the encoding, and takes a byte order mark
         tree = ast.parse(source, str(path))
         _check_repeated_keys(tree, path)
         _check_package(tree, path)

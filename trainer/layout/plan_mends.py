@@ -76,11 +76,11 @@ class Mends:
         return said, self._in_place(pattern, wanted)
 
     def narrowed(self, patterns: Collection[str]) -> str:
-        """The broadest of ``patterns``, which match one parameter, without those that the others match."""
+        """The broadest of ``patterns``, which match one parameter, without what other lines of the recipe match."""
         hits = {each: [name for name in self._names if matches(each, name)] for each in patterns}
         broad = max(hits, key=lambda each: len(hits[each]))
-        others = {name for each in hits if each != broad for name in hits[each]}
-        rest = [name for name in hits[broad] if name not in others]
+        others = [each for each in self._recipe.lines if each != broad]
+        rest = [name for name in hits[broad] if not any(matches(each, name) for each in others)]
         if not rest:
             return f"no line {broad!r}"
         return self._in_place(broad, rest)

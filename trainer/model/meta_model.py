@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Mapping
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,12 @@ def _unknown_type(model: str, values: Mapping[str, Any]) -> UserError:
     found = f"model_type {str(kind)[:80]!r} is unknown to transformers {installed}, and code of a model's own"
     if isinstance(code := values.get("auto_map"), Mapping):
         found += f" ({str(next(iter(code.values()), None))[:80]})"
-    instead = "a newer transformers may know it (pip install --upgrade transformers)"
+    taken = next((each for each in requires("shardwright") or () if each.startswith("transformers")), "transformers")
+    instead = f"a newer transformers may know it (pip install --upgrade '{taken}')"
     wrote = str(values.get("transformers_version", ""))[:20]
     if re.match(r"\d+\.\d+", wrote) and _release(wrote) > _release(installed):
-        instead = f"transformers {wrote}, which wrote this config and knows it"
+        instead = f"transformers {wrote}, which wrote this config and knows it, with a Shardwright that takes that one "
+        instead += f"(this: {taken})"
     own = values.get("architectures") or ()
     # semi-private: transformers/models/auto/modeling_auto.py, transformers 5.23
     known = [(kind, name) for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in own]

@@ -27,11 +27,15 @@ def other_devices(job: Job, devices: int) -> UserError:
 def check_steps_left(args: TrainingArguments, resume: RunCheckpoint | None) -> None:
     """Raises UserError for a checkpoint beyond the run's steps, if their number is known."""
     if resume is not None and 0 < args.max_steps < resume.step:
+        asked, more = f"--max_steps {args.max_steps}", f"--max_steps above {resume.step}"
+        if getattr(args, "steps_of_epochs", 0) == args.max_steps:
+            asked = f"--num_train_epochs {args.num_train_epochs:g}, {args.max_steps} steps of these data,"
+            more = f"more epochs, or {more}"
         raise UserError(
-            asked=f"--max_steps {args.max_steps} from {resume.folder}",
+            asked=f"{asked} from {resume.folder}",
             found=f"it is of step {resume.step}",
             why="there is nothing left to do",
-            instead=f"--max_steps above {resume.step}, or an older checkpoint",
+            instead=f"{more}, or an older checkpoint",
         )
 
 

@@ -63,7 +63,8 @@ class Distillation(Objective):
         ),
     }
     refuses: ClassVar = {
-        "streaming": "what the teacher says of each row is stored beside it, and of a stream no rows are stored"
+        "streaming": "what a teacher says of a row, in a pass or in the records, is stored beside it, and of a stream "
+        "no rows are stored"
     }
 
     @property

@@ -48,6 +48,8 @@ def subject_of(job: Job) -> Subject:
         for name, value in job.args.as_dict().items()
         if name not in _OTHER and value != defaults[name] and value != ""
     }
+    if options.get("lora_alpha") == 2 * options.get("lora_r", 0):
+        del options["lora_alpha"]  # as it is by default
     if job.adapter_held:
         options["adapter"] = digest([json.dumps(job.adapter_held, default=str)])  # wherever it is
     if options.get("gradient_accumulation_steps"):

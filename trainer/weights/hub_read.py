@@ -5,6 +5,7 @@ transformers' own conversion mapping tells which those are, so checkpoints of ol
 """
 
 import copy
+import functools
 import math
 import os
 from collections import Counter
@@ -38,7 +39,7 @@ from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import mtp_names
 from shardwright.weights.names import NamesInFiles, dtype_name, first_names, parameter_names
 from shardwright.weights.remote_file import RemoteFile
-from shardwright.weights.weight_files import GGUF, files_in, open_file, refused, unreadable
+from shardwright.weights.weight_files import GGUF, files_in, mark_of, open_file, refused, unreadable
 from shardwright.weights.weight_sources import in_dtype, seeded_init
 from shardwright.weights.wrapper_prefixes import without_prefixes
 
@@ -76,6 +77,7 @@ class HubWeights:
         packed: Collection[str] = (),
     ) -> None:
         self.asked, self.model, self.mtp, self.seed, self.rows = asked, model, mtp.layer_names(model), seed, rows
+        self.paths = [file for file in files if isinstance(file, Path)]
         self.dtype = torch.float32 if packed else DEQUANTIZED
         self.watch: Callable[[int], None] = lambda count: None  # told the bytes of each read
         self.formats: Counter[str] = Counter()  # titles of quantized formats -> tensors in them
@@ -105,6 +107,17 @@ class HubWeights:
         self._check_packed(packed)
         if not any(isinstance(file, RemoteFile) for file in files):  # which has no values here
             self._check_tied()
+
+    @functools.cached_property
+    def mark(self) -> str:
+        """A mark of the files' values, which a checkpoint keeps where its run reads them again."""
+        return mark_of(self.paths)
+
+    def changed(self, saved: Mapping[str, Any]) -> str:
+        """A line where the run of a checkpoint, whose host state is ``saved``, read other files; else empty."""
+        if saved.get("base") in (None, self.mark):
+            return ""
+        return f"the files of {self.asked} are others than when the checkpoint was trained beside them: other weights"
 
     @property
     def total_bytes(self) -> int:
@@ -327,11 +340,7 @@ def open_hub_weights(
     :class:`HubWeights` has them. Raises UserError if there are none, or :class:`HubWeights` refuses them.
     """
     console = console or Console(quiet=True)
-    if not os.path.exists(name) and not is_hub_name(name):
-        why = "what looks like a path must lie here"
-        raise refused(name, f"no folder {name}", why, "the folder of the weights, or a hub id")
-    folder = Path(name) if os.path.exists(name) else fetched(name, console)
-    found = HubWeights(name, files_in(name, folder), model, seed, rows, packed)
+    found = _opened(name, model, console, seed, rows, packed)
     if found.prefixes:
         say(console, f"weights: names without {' and '.join(map(repr, found.prefixes))}")
     for short, size in found.short.items():
@@ -340,14 +349,23 @@ def open_hub_weights(
         )
     if found.begun:
         without = f", without {first_names(found.left)}" if found.left else ""
-        say(console, f"weights: those of a language model{without}; {first_names(found.begun)} begins at random")
+        begun = f"{first_names(found.begun)} begins at random, where no checkpoint has it"
+        say(console, f"weights: those of a language model{without}; {begun}")
     return found
+
+
+def _opened(name: str, model: PreTrainedModel, console: Console, seed: int, *more: Any) -> HubWeights:
+    if not os.path.exists(name) and not is_hub_name(name):
+        why = "what looks like a path must lie here"
+        raise refused(name, f"no folder {name}", why, "the folder of the weights, or a hub id")
+    folder = Path(name) if os.path.exists(name) else fetched(name, console)
+    return HubWeights(name, files_in(name, folder), model, seed, *more)
 
 
 def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console, seed: int = 0) -> HubWeights | None:
     """The weights that a run started from, for what they hold beside the model; None, and a word, if they are gone."""
     try:
-        return open_hub_weights(name, model, console, seed)
+        return _opened(name, model, console, seed)
     except UserError as error:
         say(
             console,

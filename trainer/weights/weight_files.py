@@ -1,8 +1,10 @@
 """The files that hold a checkpoint's weights: which of a folder or a repository these are, and how each is opened."""
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +21,7 @@ from shardwright.weights.torch_file import is_state_dict, open_torch
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SAFETENSORS, GGUF = ".safetensors", ".gguf"
+_PIECE = 1 << 16  # bytes
 NO_INDEX = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # for what is no index
 
 
@@ -113,6 +116,17 @@ def open_file(file: Path) -> Mapping[str, Array]:
     return {name: tensor(name, entries[name]) for name in sorted(entries)}
 
 
+def mark_of(files: Iterable[Path]) -> str:
+    """A short hash of the files' sizes and of four pieces of each, by which files of other values are known."""
+    found = hashlib.sha256()
+    for file in files:
+        with opened(file) as opening:
+            size = os.fstat(opening.fileno()).st_size
+            pieces = [os.pread(opening.fileno(), _PIECE, size * eighth // 8) for eighth in (1, 3, 5, 7)]
+        found.update(b"".join([str(size).encode(), *pieces]))
+    return found.hexdigest()[:16]
+
+
 def opened(file: Path) -> IO[bytes]:
     if not file.is_file():
         raise OSError("no regular file")  # a pipe may never have a writer
@@ -122,7 +136,7 @@ def opened(file: Path) -> IO[bytes]:
 def unreadable(asked: str, file: Path, error: Exception) -> UserError:
     """The refusal of a file whose opening ended in ``error``."""
     size = os.path.getsize(file) if file.exists() else 0
-    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + str(error).partition("\n")[0][:400]
+    found = f"{file} ({size:,} bytes): {type(error).__name__}: " + _plain(error)
     if isinstance(error, MemoryError) or "Cannot allocate memory" in str(error):
         why = "a file is mapped whole, though never read whole, and the kernel grants no mapping as large as this one"
         files = 'files of 5 GB, which save_pretrained(FOLDER, max_shard_size="5GB") writes on a larger machine'
@@ -135,6 +149,11 @@ def unreadable(asked: str, file: Path, error: Exception) -> UserError:
         instead += f"n: t for n, t in torch.load({str(file)!r}, weights_only=False).items() if torch.is_tensor(t)}}, "
         instead += f"{str(file)!r})"
     return refused(asked, found, why, instead)
+
+
+def _plain(error: Exception) -> str:
+    """An error's first line, without the colours that torch writes into it."""
+    return re.sub(r"\x1b\[[\d;]*m", "", str(error)).partition("\n")[0][:400]
 
 
 def refused(asked: str, found: str, why: str, instead: str) -> UserError:

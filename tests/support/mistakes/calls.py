@@ -18,7 +18,7 @@ from transformers import AutoConfig, GPT2Config
 from shardwright import Compute, Mesh, Recipe, Shard
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.port.published import read_published
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.checkpoint.elastic import kept_batch
 from shardwright.checkpoint.lineage import LINEAGE, noted_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint
@@ -94,6 +94,11 @@ def listed(lineage: str | None) -> None:
     if lineage is not None:
         (folder / LINEAGE).write_text(lineage)
     noted_steps(Folder(folder))
+
+
+def epochs_of(count: int) -> Settings:
+    """The options of a run of so many epochs, of three steps each."""
+    return Settings.of(options_of(num_train_epochs=count)).with_epochs_of(3)
 
 
 def taught(**options: Any) -> None:
@@ -344,6 +349,11 @@ MISTAKES: Mistakes = {
             "--max_steps above 7": lambda: check_steps_left(options_of(max_steps=8), later()),
             "or an older checkpoint": lambda: check_steps_left(options_of(max_steps=4), checkpoint()),
         },
+    ),
+    "fewer epochs than were done": (
+        lambda: check_steps_left(epochs_of(2), later()),
+        "--num_train_epochs 2, 6 steps of these data, from",
+        {"more epochs": lambda: check_steps_left(epochs_of(3), later())},
     ),
     "the best by no number": (
         lambda: _check_best(options_of(metric_for_best_model="eval_los"), [""], [], True),

@@ -163,7 +163,7 @@ MISTAKES: Mistakes = {
     ),
     "a held-out stream of another kind": (
         lambda: read(dataset="few.jsonl", eval_dataset="templated.jsonl", streaming=True),
-        "both are made into rows in one way",
+        "to evaluate on --eval_dataset templated.jsonl",
         {
             "an --eval_dataset whose columns are": lambda: read(
                 dataset="chats.jsonl", eval_dataset="few.jsonl", streaming=True

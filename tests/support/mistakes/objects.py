@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwright import Mesh, Recipe, Trainer, TrainingArguments
 from shardwright.arguments.from_theirs import arguments_like
 from shardwright.files.folder import Folder
 from shardwright.inputs import RunInputs, check_callbacks
+from shardwright.model.facts import facts_of
 from shardwright.monitoring.messages import other_devices
 from shardwright.trl_trainers import DPOTrainer
 from shardwright.upstream.outputs import _check_push, shown
@@ -75,6 +77,11 @@ def linear(steps: int, **options: Any) -> Trainer:
 def lora(**fields: Any) -> Trainer:
     made = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **fields})
     return trainer(model=LlamaConfig(**SIZES), peft_config=made)
+
+
+def factored() -> Any:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT's own use of transformers
+        return peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**SIZES)), peft.LoraConfig(r=4))
 
 
 class Own(LlamaForCausalLM):
@@ -292,7 +299,12 @@ MISTAKES: Mistakes = {
     "a list as records": (
         lambda: trainer(train_dataset=[{"text": "a"}]),
         "train_dataset",
-        {"Dataset.from_list(…)": lambda: trainer(train_dataset=TEXTS)},
+        {
+            "Dataset.from_list(records)": lambda: trainer(train_dataset=TEXTS),
+            "IterableDataset.from_generator(function)": lambda: trainer(
+                train_dataset=IterableDataset.from_generator(lambda: iter(TEXTS))
+            ),
+        },
     ),
     "a set with a blank in its name": (
         lambda: trainer(eval_dataset={"my chats": TEXTS}),
@@ -308,6 +320,28 @@ MISTAKES: Mistakes = {
         lambda: trainer(model=LlamaForCausalLM(LlamaConfig(**SIZES)).to("meta"), processing_class=tokenizer()),
         "read on the host",
         {"model.cpu()": lambda: trainer(model=model().cpu(), processing_class=tokenizer())},
+    ),
+    "a model with factors in it": (
+        lambda: trainer(model=factored(), processing_class=tokenizer()),
+        "a model with factors put into it",
+        {
+            "its LoraConfig as peft_config=": lambda: trainer(
+                model=factored().unload(), peft_config=factored().peft_config["default"], processing_class=tokenizer()
+            ),
+            "TrainingArguments(adapter=folder)": lambda: trainer(TrainingArguments(adapter="folder")),
+        },
+    ),
+    "a model that is frozen in part": (
+        lambda: RunInputs(model=LlamaForCausalLM(LlamaConfig(**SIZES)).requires_grad_(False)).check_frozen(
+            facts_of(LlamaConfig(**SIZES))
+        ),
+        "would train these too",
+        {
+            "model.requires_grad_(True)": lambda: RunInputs(model=model()).check_frozen(facts_of(LlamaConfig(**SIZES))),
+            "peft_config=LoraConfig(target_modules=[…], layers_to_transform=…)": lambda: lora(
+                target_modules=["q_proj"], layers_to_transform=[1]
+            ),
+        },
     ),
     "MTP layers of a model that is held": (
         lambda: trainer(TrainingArguments(train_mtp=True), model=model(), processing_class=tokenizer()),

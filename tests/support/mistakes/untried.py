@@ -22,7 +22,7 @@ UNTRIED: dict[str, str] = {
     "trainer/evaluation/lm.py _loglikelihood_tokens": _COMPILES,
     "trainer/evaluation/open_model.py _saved_base": _RUN,
     "trainer/evaluation/reference_rows.py load": _RUN,
-    "trainer/evaluation/teacher.py check_records": "other data",
+    "trainer/data/from_arguments.py check_records": "other data",
     "trainer/evaluation/teacher_rows.py _reserve": _DISK,
     "trainer/hosts/supervisor.py own_command": "a process that another command began",
     "trainer/launch/launch_command.py main": "the target's own plan, which is no message",

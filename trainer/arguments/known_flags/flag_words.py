@@ -128,14 +128,14 @@ def refusal(each: Outcome, options: Collection[str]) -> str:
 
 
 def nearest(spelt: str, options: Collection[str]) -> str:
-    """``did you mean '--x'?`` with the nearest of ``options``, else of the table's names.
+    """``did you mean '--x'?`` with the nearest of ``options``, else, of a run's, of the table's names.
 
     Empty if none is near; a name of theirs, which means nothing to the command, is no hint at itself.
     """
     name, known = spelling(spelt), sorted({spelling(each) for each in options})
     found = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     theirs = set(names())
-    if not found and name not in theirs:
+    if not found and name not in theirs and "learning_rate" in known:
         found = difflib.get_close_matches(name, sorted(theirs), n=1, cutoff=_NEAR_THEIRS)
     if not found:  # a word of one of ours, such as --epochs for --num_train_epochs
         found = [each for each in known if name in each.split("_")]

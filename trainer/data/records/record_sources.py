@@ -1,6 +1,7 @@
 """Sources of records: the standard library, files here or in a bucket, the hub or a caller's; and their splits."""
 
 import contextlib
+import json
 import os
 import re
 import stat
@@ -25,6 +26,7 @@ KIND_OF = {
     ".csv": "csv",
 }
 _PACKED = {".gz": "gzip -d", ".zst": "zstd -d", ".bz2": "bzip2 -d", ".xz": "xz -d"}  # → what unpacks it
+_LONGEST_LINE = 1 << 24  # bytes of a record
 _SPLIT = re.compile(r"\w[\w.-]*")
 _PART = re.compile(rf"({_SPLIT.pattern})\[.*\]")  # as datasets writes it
 HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
@@ -235,6 +237,13 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             why="tables are read with commas between them, and as text its columns would be letters",
             instead="a .csv file of it (pandas.read_csv(path, sep='\\t')); or a .txt file, to train on it as text",
         )
+    if path.is_file() and _kind(path) is None and _begins_with_record(path):
+        raise UserError(
+            asked=asked,
+            found="a JSON object in its first line",
+            why="a file of another ending is trained on as it is, letter by letter, and that looks like records",
+            instead=f"mv {path} {path}.jsonl, for a record a line; or {path.name}.txt, for text",
+        )
     if path.is_file():
         files, kinds = found, {_kind(path) or "text": path.name}
     else:
@@ -263,6 +272,13 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
         )
     return files, next(iter(kinds))
+
+
+def _begins_with_record(path: Path) -> bool:
+    """Whether the first line of ``path`` is a JSON object; one that can't be read is told of where it is read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+        return isinstance(json.loads(file.readline(_LONGEST_LINE)), dict)
+    return False
 
 
 def _kind(file: str | Path) -> str | None:

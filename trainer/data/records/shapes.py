@@ -5,6 +5,7 @@ the held-out share, the cache and a stream's cursor, which know documents by the
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -51,34 +52,47 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
         if called and all(_fits(name, columns.get(shape.name_of[name])) for name in shape.required):
             _check_media(columns, asked, shape)
             return shape
+    _check_separators(columns, asked)
     _refuse(columns, asked, reads)
+
+
+def _check_separators(columns: Mapping[str, Any], asked: str) -> None:
+    """Refuse a table whose one column is several, with another mark than a comma between them."""
+    name = next(iter(columns), "")
+    if len(columns) == 1 and (found := re.search(r"[;|\t]", name)):
+        raise UserError(
+            asked=asked,
+            found=f"the one column {name!r}",
+            why=f"the first line of a table names its columns with commas between them, and here stands {found[0]!r}",
+            instead=f"the table with commas: pandas.read_csv(path, sep={found[0]!r}).to_csv(path, index=False)",
+        )
 
 
 def _refuse(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]) -> NoReturn:
     """Refuse records of which no shape of ``reads`` fits the columns."""
     found = "the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items())
-    named = dict(reads[0].names)
-    if text := named.get("text"):
+    names, plain = dict(reads[0].names), [*dict.fromkeys(replace(shape, names=()) for shape in reads)]
+    option = offered(columns, plain)
+    if text := names.get("text"):
         raise UserError(
             asked=f"{asked}: the text in its column {text!r}",
             found=found,
             why="there is no such column of text",
             instead=offered_texts(columns, text) or _RENAMED,
         )
-    plain = [*dict.fromkeys(replace(shape, names=()) for shape in reads)]
-    option = offered(columns, plain)
-    if named:
-        absent = [own for own in named.values() if own not in columns]
+    if absent := [own for own in names.values() if own not in columns]:
         near = [each for own in absent for each in difflib.get_close_matches(own, columns, n=1)]
         raise UserError(
             asked=f"{asked} {option_of(reads[0])}",
             found=found,
-            why=f"there is no column {', '.join(absent)}" if absent else f"they are not {_known(plain)}",
+            why=f"there is no column {', '.join(absent)}",
             instead=option or (f"the name {', '.join(near)}" if near else _RENAMED),
         )
-    if not any(shape.is_text for shape in reads):
+    tried = [shape for shape in reads if bool(shape.names) is bool(names)]
+    whole = next((each for each in tried if all(each.name_of[name] in columns for name in each.required)), None)
+    if whole is None and not any(shape.is_text for shape in reads):
         raise _unread(asked, f"the columns {', '.join(columns)}", reads, option)
-    known, others = _known(reads), [option] if option else []
+    known, others = "; ".join(", ".join(shape.required) for shape in plain), [option] if option else []
     for name, shape in [(name, shape) for name, entry in OBJECTIVES.items() for shape in entry.shapes]:
         if shape not in SHAPES and columns.keys() >= {*shape.required}:
             known += f"; and {', '.join(shape.required)} with an --objective such as {name}"
@@ -86,21 +100,18 @@ def _refuse(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]
             break
     if not option and (texts := offered_texts(columns, None)):
         others.append(f"{texts}, to train on that text alone")
-    raise UserError(
-        asked=asked,
-        found=found,
-        why=f"records have one of these sets of columns: {known}",
-        instead="; or ".join(others if option else [*others, _RENAMED]),
-    )
+    why = f"records have one of these sets of columns: {known}"
+    instead = "; or ".join(others if option else [*others, _RENAMED])
+    if whole is not None and (whole not in SHAPES or "--objective" not in instead):
+        unfit = next(name for name in whole.required if not _fits(name, columns[whole.name_of[name]]))
+        needed = "true or false" if unfit in KTO else "a list" if unfit in _LISTS[:3] else "text"
+        why, instead = f"{unfit} has to be {needed}", f"each record's {unfit} written as {needed}"
+    raise UserError(asked=asked, found=found, why=why, instead=instead)
 
 
 def option_of(shape: RecordShape) -> str:
     """The option that gives the shape its names."""
     return f"--columns {','.join(map('='.join, shape.names))}"
-
-
-def _known(reads: Sequence[RecordShape]) -> str:
-    return "; ".join(", ".join(shape.required) for shape in reads)
 
 
 def _check_media(columns: Mapping[str, Any], asked: str, shape: RecordShape) -> None:
