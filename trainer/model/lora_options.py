@@ -17,12 +17,13 @@ from shardwright.layout.adapter_layouts import with_factors, with_packed
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model import base_storage
-from shardwright.model.adapted_weights import Part, inner_weights, means, pattern_of, targets_of, words_of
+from shardwright.model.adapted_weights import ALL, Part, inner_weights, means, pattern_of, targets_of, words_of
 from shardwright.model.classifier import head_parameters
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.model.peft_config import check_lora, made_for, read_config, saved_parameters
 from shardwright.model.peft_names import in_layers, is_excluded
 from shardwright.model.trained_rows import numbers_in, rows_of, trained_rows, vocabulary_of
+from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora, base_of, own_parameters
 
 
@@ -36,7 +37,10 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
         return read_config(Folder(args.adapter), facts.part)
     if args.lora_r is None:
         return None
-    targets = _filtered(args, targets_of(args.lora_target, facts.part), facts.part)
+    targets = targets_of(args.lora_target, facts.part)
+    if args.lora_target == ALL:  # but what no gradient reaches, as an indexer's
+        targets = [name for name in targets if name not in unused_parameters(facts, None, False)[0]]
+    targets = _filtered(args, targets, facts.part)
     # as PEFT trains it for sequence classification
     saved = list(dict.fromkeys([*_saved(args.modules_to_save, model), *head_parameters(model)]))
     targets = [name for name in targets if name not in saved]
