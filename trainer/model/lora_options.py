@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwright.model.peft_names import in_layers, is_excluded
 from shardwright.model.trained_rows import numbers_in, rows_of, trained_rows, vocabulary_of
 from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora, base_of, own_parameters
+from shardwright.models.adapters.peft_families import refused
 
 
 def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
@@ -37,14 +39,13 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
         return read_config(Folder(args.adapter), facts.part)
     if args.lora_r is None:
         return None
-    targets = targets_of(args.lora_target, facts.part)
-    if args.lora_target == ALL:  # but what no gradient reaches, as an indexer's
-        targets = [name for name in targets if name not in unused_parameters(facts, None, False)[0]]
-    targets = _filtered(args, targets, facts.part)
+    alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
+    targets = _filtered(args, targets_of(args.lora_target, facts.part), facts.part)
+    if args.lora_target == ALL:
+        targets = _effective(Lora(args.lora_r, alpha, args.use_rslora, tuple(targets)), facts)
     # as PEFT trains it for sequence classification
     saved = list(dict.fromkeys([*_saved(args.modules_to_save, model), *head_parameters(model)]))
     targets = [name for name in targets if name not in saved]
-    alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
     lora = Lora(
         args.lora_r,
         alpha,
@@ -106,6 +107,14 @@ def _filtered(args: TrainingArguments, targets: list[str], part: Part) -> list[s
             )
         left = kept
     return list(left)
+
+
+def _effective(lora: Lora, facts: ModelFacts) -> list[str]:
+    """The targets of ``lora`` whose factors take part in the loss, as an indexer's do not, and that PEFT loads."""
+    unread = refused(facts.whole.config.model_type)
+    targets = [name for name in lora.targets if name.removesuffix(".weight").rpartition(".")[2] not in unread]
+    idle = {base_of(name) for name in unused_parameters(facts, replace(lora, targets=tuple(targets)), False)[0]}
+    return [name for name in targets if name not in idle]
 
 
 def _numbers(text: str) -> list[int]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwright.model.adapted_weights import adapted_shapes
 from shardwright.models.adapters.lora import Lora
+from shardwright.models.adapters.peft_families import refused
 
 _MERGE = "export.py --merge makes a plain model"
 
@@ -41,6 +42,9 @@ def engine_notes(lora: Lora, model: PreTrainedModel, whole: PreTrainedModel, *, 
     head = model.get_output_embeddings()
     if not known.get("head", True) and any(model.get_submodule(n.rpartition(".")[0]) is head for n in lora.targets):
         yield f"{vllm} refuses factors of the head of a {architecture}: {_MERGE}"
+    words = {name.removesuffix(".weight").rpartition(".")[2] for name in lora.targets}
+    if unread := sorted(words & refused(whole.config.model_type)):
+        yield f"PEFT refuses factors of {', '.join(unread)} of a {architecture}: {_MERGE}"
     if lora.tokens:
         yield f"{vllm} refuses rows of an embedding (trainable_token_indices): {_MERGE}"
     if experts and not per_expert:
