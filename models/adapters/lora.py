@@ -33,6 +33,7 @@ A0, B0 = "_lora_A0", "_lora_B0"
 # a number that differs between layers might become data
 SCALE = "_lora_scale"
 ROWS = "_lora_rows"  # … that holds the numbers of T's rows
+_TRIED = 7  # rows, which no number of groups divides
 _FACTOR = re.compile(r"(.+)_lora_(?:[AB]0?|M|T)")
 
 
@@ -100,7 +101,7 @@ def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, 
     """Name → (rows, columns), as in [out, in], of each weight that can have factors; experts have E in front."""
     found: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and _is_linear(module):
             found[f"{name}.weight"] = tuple(module.weight.shape)
         elif name in experts:
             # transformers' `use_experts_implementation` sets this on every experts module
@@ -110,6 +111,19 @@ def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, 
                     count, rows, columns = parameter.shape
                     found[f"{name}.{key}"] = (count, columns, rows) if turned else (count, rows, columns)
     return found
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether its forward takes rows to rows: some routers and products of groups are subclasses of another use."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        own = {name: parameter.to("meta") for name, parameter in module.named_parameters()}
+        rows = torch.empty(_TRIED, module.in_features, device="meta", dtype=module.weight.dtype)
+        found = torch.func.functional_call(module, own, rows)
+    except Exception:  # the class may do anything with its rows
+        return False
+    return isinstance(found, Tensor) and found.shape == (_TRIED, module.out_features)
 
 
 def factor_shape(suffix: str, r: int, shape: Sequence[int]) -> tuple[int, ...]:

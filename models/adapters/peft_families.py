@@ -1,4 +1,4 @@
-"""Names of mixtures of experts that PEFT changes when it reads an adapter.
+"""Names of mixtures of experts that PEFT changes when it reads an adapter, and of modules that it refuses.
 
 transformers 4 kept each expert's projections and the router as linear layers. PEFT takes their names in
 `target_modules` for the fused parameters of transformers 5, in the families whose weights transformers converts alike.
@@ -20,6 +20,14 @@ _RENAMED = {
         "down_proj": "down_proj",
     },
 }
+# model types → modules that PEFT adapts in none of them, for their kernels read the weights past an adapter (not ours);
+# peft/tuners/tuners_utils.py, peft 0.21.2
+_REFUSING, _REFUSED = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}, frozenset({"conv1d", "out_proj"})
+
+
+def refused(model_type: str) -> frozenset[str]:
+    """Last words of the names of modules for which PEFT reads no factors."""
+    return _REFUSED if model_type in _REFUSING else frozenset()
 
 
 def renamed(model_type: str) -> Mapping[str, str]:

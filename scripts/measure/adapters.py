@@ -76,6 +76,7 @@ CASES: dict[str, tuple[str, Fields]] = {
         {"target_modules": ATTENTION, "use_dora": True, "init_lora_weights": "pissa", "use_rslora": True},
     ),
     "target_parameters": ("mixtral", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    "Llama-4's experts": ("llama4_text", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
     "GPT-OSS's recipe": (
         "gpt_oss",
         {"target_modules": "all-linear", "target_parameters": [f"1.mlp.{name}" for name in EXPERTS]},

@@ -6,13 +6,16 @@ import json
 import math
 
 import pytest
+from torch import nn
 from transformers import LlamaConfig
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
+from shardwright.job import Job
 from shardwright.model.lora_options import check_same
 from shardwright.model.peft_config import CONFIG
+from shardwright.models.tiny import tiny_config
 from tests.support.cases import SMALL
 from tests.support.fork_server import run
 from tests.support.jobs import job_of
@@ -27,6 +30,27 @@ def test_all_linear_is_linear_layers_and_fused_experts_but_not_router_head_or_em
         "mlp.experts.down_proj",
     }
     assert all(name.startswith("model.layers.") for name in targets)
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("deepseek_v4", {"o_a_proj", "indexer"}),  # a product of each group; it chooses keys, without a gradient
+        ("glm_moe_dsa", {"indexer"}),
+        ("llama4_text", {"router"}),  # linear layers whose forward gives a choice of experts, too
+        ("phimoe", {"router"}),
+        ("nemotron_h", {"mixer.out_proj"}),  # PEFT refuses factors of it
+        ("falcon_mamba", {"out_proj", "dt_proj"}),  # it takes the weight alone
+        ("falcon", set()),  # a linear layer's subclass that is one
+    ],
+)
+def test_all_linear_leaves_out_what_is_no_linear_layer_has_no_gradient_or_is_refused_by_peft(family, without):
+    args = TrainingArguments(recipe="auto", lora_r=4, sequence_length=32)
+    job = Job.resolve(args, lambda: 8, config=tiny_config(family))
+    linear = {f"{name}.weight" for name, module in job.model.named_modules() if isinstance(module, nn.Linear)}
+    left = linear - {"lm_head.weight", *job.lora.targets}
+    assert {word for word in without if any(word in name for name in left)} == without
+    assert all(any(word in name for word in without) for name in left)
 
 
 def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():

@@ -137,8 +137,8 @@ def test_a_new_adapter_has_pefts_own_factors_or_is_refused_by_the_field(plain, k
         return
     assert key in (*READ, *INERT, "init_lora_weights")
     lora = lora_of(TrainingArguments(**options), facts_of(plain.config))
-    shapes = {name: as_peft(name, torch.empty(shape)).shape for name, shape in factor_shapes(lora, plain).items()}
-    ours = {peft: shapes[name] for name, peft in peft_keys(lora, plain, {}).items()}
+    keys, shapes = peft_keys(lora, plain, {}), factor_shapes(lora, plain)
+    ours = {key: as_peft(key, name, torch.empty(shapes[name])).shape for name, key in keys.items()}
     value = LoraRuntimeConfig(**value) if key == "runtime_config" else value
     model = get_peft_model(copy_of(plain), LoraConfig(**PLAIN_ONE | BESIDE.get(key, {}) | {key: value}))
     theirs = {in_a_file(name): p.shape for name, p in model.named_parameters() if p.requires_grad}

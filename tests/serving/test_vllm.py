@@ -19,7 +19,9 @@ import pytest
 from rich.console import Console
 from safetensors import safe_open
 
+from shardwright.model.facts import facts_of
 from shardwright.models.adapters.lora import Lora
+from shardwright.models.tiny import tiny_config
 from shardwright.weights.serving_engines import engine_notes
 from tests.serving.models import ADAPTERS, CARRIED, FAMILIES, Small, save, written
 from tests.support.paths import ROOT
@@ -166,6 +168,22 @@ def test_half_of_an_expert_and_rank_stabilised_factors_are_spoken_of(tmp_path):
     assert "refuses experts' factors where one of an expert's weights has none" in notes[0]
     assert "SGLang 0.5.23 passes over use_rslora: it adds 4 times too little" in notes[1]
     assert list(engine_notes(files.lora, **whole)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "said"),
+    [
+        ("nemotron_h", "mixer.out_proj", "PEFT refuses factors of out_proj of a NemotronHForCausalLM"),
+        ("laguna", "shared_experts.up_proj", "PEFT loses factors of a LagunaForCausalLM"),
+        ("laguna", "self_attn.q_proj", ""),
+    ],
+)
+def test_what_peft_refuses_or_loses_is_spoken_of(family, target, said):
+    model = facts_of(tiny_config(family)).model
+    names = tuple(name for name, _ in model.named_parameters() if name.endswith(f"{target}.weight"))
+    assert names
+    notes = list(engine_notes(Lora(4, 8.0, False, names), model, model, per_expert=False))
+    assert (notes[0].startswith(said) and len(notes) == 1) if said else not notes
 
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is to name a Python that has vLLM")

@@ -56,7 +56,7 @@ class Adapted:
 
     def in_our_form(self, theirs: dict[str, Any]) -> Tensors:
         """Tensors under PEFT's names, in PEFT's shapes → ours."""
-        return {name: from_peft(name, theirs[key], self.shapes[name]) for name, key in self.keys.items()}
+        return {name: from_peft(key, name, theirs[key], self.shapes[name]) for name, key in self.keys.items()}
 
     def reference_gradients(self, batch: Tensors) -> tuple[float, Tensors]:
         """PEFT's loss and gradients, with the dropout of our first step."""

@@ -46,6 +46,7 @@ TABLE = [
     "trainable_token_indices, a tied head",
     "init_lora_weights eva",
     "use_dora, pissa, use_rslora",
+    "Llama-4's experts",
     "GPT-OSS's recipe",
     "experts of transformers 4 (gate_proj, …)",
     "dense layers beside experts",

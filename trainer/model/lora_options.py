@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from shardwright.layout.adapter_layouts import with_factors, with_packed
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model import base_storage
-from shardwright.model.adapted_weights import Part, inner_weights, means, pattern_of, targets_of, words_of
+from shardwright.model.adapted_weights import ALL, Part, inner_weights, means, pattern_of, targets_of, words_of
 from shardwright.model.classifier import head_parameters
 from shardwright.model.facts import ModelFacts, facts_of
 from shardwright.model.peft_config import check_lora, made_for, read_config, saved_parameters
 from shardwright.model.peft_names import in_layers, is_excluded
 from shardwright.model.trained_rows import numbers_in, rows_of, trained_rows, vocabulary_of
+from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora, base_of, own_parameters
+from shardwright.models.adapters.peft_families import refused
 
 
 def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
@@ -36,11 +39,13 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
         return read_config(Folder(args.adapter), facts.part)
     if args.lora_r is None:
         return None
+    alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
     targets = _filtered(args, targets_of(args.lora_target, facts.part), facts.part)
+    if args.lora_target == ALL:
+        targets = _effective(Lora(args.lora_r, alpha, args.use_rslora, tuple(targets)), facts)
     # as PEFT trains it for sequence classification
     saved = list(dict.fromkeys([*_saved(args.modules_to_save, model), *head_parameters(model)]))
     targets = [name for name in targets if name not in saved]
-    alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
     lora = Lora(
         args.lora_r,
         alpha,
@@ -102,6 +107,14 @@ def _filtered(args: TrainingArguments, targets: list[str], part: Part) -> list[s
             )
         left = kept
     return list(left)
+
+
+def _effective(lora: Lora, facts: ModelFacts) -> list[str]:
+    """The targets of ``lora`` whose factors take part in the loss, as an indexer's do not, and that PEFT loads."""
+    unread = refused(facts.whole.config.model_type)
+    targets = [name for name in lora.targets if name.removesuffix(".weight").rpartition(".")[2] not in unread]
+    idle = {base_of(name) for name in unused_parameters(facts, replace(lora, targets=tuple(targets)), False)[0]}
+    return [name for name in targets if name not in idle]
 
 
 def _numbers(text: str) -> list[int]:

@@ -130,7 +130,7 @@ class PlainModel:
         if not self.keys:
             return tensors
         saved = {_in_a_file(name): values for name, values in tensors.items()}
-        return {n: from_peft(n, saved[key], self.shapes[n]) for n, key in self.keys.items() if key in saved}
+        return {n: from_peft(key, n, saved[key], self.shapes[n]) for n, key in self.keys.items() if key in saved}
 
 
 def plain_model(job: Job) -> PlainModel:
@@ -151,7 +151,7 @@ def plain_model(job: Job) -> PlainModel:
             "on its shape the update of each number depends",
             "--optim adamw, which proves all but the update",
         )
-    factors = {n: from_peft(n, named[key], shapes[n]).contiguous().clone() for n, key in keys.items()}
+    factors = {n: from_peft(key, n, named[key], shapes[n]).contiguous().clone() for n, key in keys.items()}
     return PlainModel(job, peft, base, factors, keys, shapes)
 
 

@@ -59,7 +59,7 @@ class AdapterFiles:
         """Name in the file → values; nothing is read yet."""
         factors, keys = unstarted(factors, self.lora), peft_keys(self.plain, self.model, self.names)
         if not self.per_expert:
-            return {key: as_peft(name, Lazy.of(factors(name))) for name, key in keys.items()}
+            return {key: as_peft(key, name, Lazy.of(factors(name))) for name, key in keys.items()}
         self._check_engines()
         found: dict[str, Lazy] = {}
         for target in self.plain.targets:
@@ -81,10 +81,13 @@ class AdapterFiles:
                 got[f"{stem}.weight"] = scale * (b @ (a @ probe))
             return got
         keys = peft_keys(self.plain, self.model, self.names)
-        a, b = (found[keys[target + suffix]].double() for suffix in (A, B))
+        a, b = (found[key].double() for key in sorted(keys[target + suffix] for suffix in (A, B)))
         r = self.plain.rank(target)
         count = a.shape[0] // r
-        added = [scale * (b[:, e::count] @ (a[e * r : (e + 1) * r] @ probe)) for e in range(count)]
+        pairs = [(b[:, e::count], a[e * r : (e + 1) * r]) for e in range(count)]
+        if keys[target + A].endswith(TAILS[B]):
+            pairs = [(own_a.T, own_b.T) for own_b, own_a in pairs]
+        added = [scale * (left @ (right @ probe)) for left, right in pairs]
         return {target: torch.stack(added) if len(adapted_shapes(self.model)[target]) == 3 else added[0]}
 
     def expected(self, action: torch.Tensor, target: str) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from shardwright.weights.weight_sources import Source
 
 PREFIX = "base_model.model."
 TAILS = {A: ".lora_A.weight", B: ".lora_B.weight", M: ".lora_magnitude_vector"}
+_EXCHANGED = {A: TAILS[B], B: TAILS[A]}  # then the product of PEFT's two is that of ours, transposed
 _ROWS = ".token_adapter.trainable_tokens_delta"  # the rows themselves
 
 
@@ -33,13 +34,20 @@ def peft_keys(lora: Lora, model: nn.Module, names: Mapping[str, str]) -> dict[st
     keys, order = {}, {name: number for number, (name, _) in enumerate(model.named_parameters())}
     for target in lora.targets:
         owner = names.get(target, target).rpartition(".")[0]
+        tails = _EXCHANGED if _is_exchanged(model, target) else TAILS
         mine = [t for t in lora.targets if t.rpartition(".")[0] == target.rpartition(".")[0]]
         outside = sum(order[other] > order[target] for other in mine)
         for suffix in lora.suffixes:
-            if suffix in TAILS:  # A0 and B0 are no part of PEFT's files
-                keys[target + suffix] = PREFIX + owner + ".base_layer" * outside + TAILS[suffix]
+            if suffix in tails:  # A0 and B0 are no part of PEFT's files
+                keys[target + suffix] = PREFIX + owner + ".base_layer" * outside + tails[suffix]
     keys |= {n + T: PREFIX + names.get(n, n).rpartition(".")[0] + _ROWS for n, _ in lora.tokens}
     return keys | {name: PREFIX + names.get(name, name) for name in lora.whole}
+
+
+def _is_exchanged(model: nn.Module, target: str) -> bool:
+    """Whether PEFT takes the inputs of an experts' weight for its outputs, as Llama-4's: their class doesn't tell."""
+    experts = model.get_submodule(target.rpartition(".")[0])
+    return bool(getattr(experts, "is_transposed", False)) and "is_transposed" not in vars(experts)
 
 
 def unstarted(factors: Source, lora: Lora) -> Source:
@@ -59,22 +67,27 @@ def unstarted(factors: Source, lora: Lora) -> Source:
     return source
 
 
-def as_peft(name: str, factor: Any) -> Any:
-    """The factor ``name``, a tensor or a lazy one, as PEFT's matrix; a parameter trained whole is left as it is."""
+def as_peft(key: str, name: str, factor: Any) -> Any:
+    """The factor ``name``, a tensor or a lazy one, as PEFT's matrix ``key``; a parameter trained whole as it is."""
     if len(factor.shape) < 3 or not name.endswith((A, B)):
         return factor
-    if name.endswith(A):
+    factor = factor if key.endswith(TAILS[name[-len(A) :]]) else factor.permute(0, 2, 1)
+    if key.endswith(TAILS[A]):
         return factor.flatten(0, 1)
     return factor.permute(1, 2, 0).flatten(1, 2)
 
 
-def from_peft(name: str, matrix: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def from_peft(key: str, name: str, matrix: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The inverse of :func:`as_peft`, for a factor of ``shape``."""
     if len(shape) < 3 or not name.endswith((A, B)):
         return matrix
-    if name.endswith(A):
-        return matrix.unflatten(0, (shape[0], shape[1]))
-    return matrix.unflatten(1, (shape[2], shape[0])).permute(2, 0, 1)
+    same = key.endswith(TAILS[name[-len(A) :]])
+    count, first, second = shape if same else (shape[0], shape[2], shape[1])
+    if key.endswith(TAILS[A]):
+        found = matrix.unflatten(0, (count, first))
+    else:
+        found = matrix.unflatten(1, (second, count)).permute(2, 0, 1)
+    return found if same else found.transpose(1, 2)
 
 
 def factor_shapes(lora: Lora, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -87,7 +87,7 @@ def open_adapter(
     own = {key: copies[key] for key in found if key in copies and copies[key] not in keys}
     wrong = [f"{key} is missing" for key in keys.values() if key not in found]
     wrong += [f"{key} is left over" for key in found if key not in {*keys.values(), *own}]
-    wanted = {key: as_peft(name, torch.empty(shapes[name], device="meta")).shape for name, key in keys.items()}
+    wanted = {key: as_peft(key, name, torch.empty(shapes[name], device="meta")).shape for name, key in keys.items()}
     wanted |= {key: model.get_parameter(name).shape for key, name in own.items()}
     for key in (key for key in wanted if key in found):
         if found[key].shape != wanted[key]:
@@ -102,7 +102,7 @@ def open_adapter(
             instead="the adapter as PEFT saved it, and the model that it was trained on; "
             "one written with --adapter_format peft",
         )
-    tensors = {name: from_peft(name, found[key], shapes[name]) for name, key in keys.items()}
+    tensors = {name: from_peft(key, name, found[key], shapes[name]) for name, key in keys.items()}
     return OpenAdapter(tensors, {name: found[key] for key, name in own.items()}, folder, dict(lora.tokens))
 
 
@@ -156,7 +156,7 @@ def _joined(
         return {}
     for stem in stems:
         del found[stem + TAILS[A]], found[stem + TAILS[B]]
-    return {keys[target + A]: as_peft(target + A, a), keys[target + B]: as_peft(target + B, b)}
+    return {keys[name]: as_peft(keys[name], name, factor) for name, factor in ((target + A, a), (target + B, b))}
 
 
 def read_tensors(folder: Folder) -> dict[str, torch.Tensor]:
