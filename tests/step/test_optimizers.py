@@ -174,7 +174,7 @@ def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unsca
     if optim == "lion":
         return  # its state has the weights' shapes and layouts, as AdamW's has
     recipe = load_recipe("llama_tp")
-    other = replace(recipe, compute=replace(recipe.compute, scan=False, remat="none", **QUICK))
+    other = recipe.computing(scan=False, remat="none", **QUICK)
     elsewhere = goes_on(case, job_of(other, case.config, weight_decay=DECAY, **options), source, steps)
     worst, name = relative(elsewhere, whole)
     assert worst < 1e-5, f"{name} is off by {worst}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -131,7 +131,7 @@ def make_case(
     routing = facts_of(config).routing
     if compute.get("experts", recipe.compute.experts) == "capacity" and routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
+    recipe = recipe.computing(**compute)
     options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay, **more}
     job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
