@@ -19,7 +19,7 @@ from shardwright.objectives.objective import Objective
 from shardwright.objectives.pairs import PAIRS, PairObjective
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
-from tests.support.cases import PLAIN_LAYERS, make_case, one_layer, relative
+from tests.support.cases import PLAIN_LAYERS, make_case, one_layer, relative, says
 from tests.support.chats import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -111,13 +111,7 @@ def test_every_loss_and_its_gradient_are_the_formulas_on_given_logits(objective:
     batch, generator = as_batch(columns), torch.Generator().manual_seed(0)
     by_token = torch.randn((272, 272), generator=generator, requires_grad=True)
 
-    class Model:
-        """Says of the next token what the last one is."""
-
-        def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            return type("Output", (), {"logits": by_token[input_ids]})
-
-    loss, logged = expected(Model(), columns, objective, False)
+    loss, logged = expected(says(by_token), columns, objective, False)
     (theirs,) = torch.autograd.grad(loss, by_token)
     ours = made(objective)
     values = ours.loss(by_token[batch["input_ids"]], batch, ours.counts(batch))

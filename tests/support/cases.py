@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -180,6 +180,11 @@ def reference_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], *, ro
     if hasattr(model.config, "output_router_logits"):
         extra = {"output_router_logits": router_loss, "attention_mask": torch.ones_like(batch["input_ids"])}
     return model(**batch, use_cache=False, **extra).loss
+
+
+def says(by_token: torch.Tensor) -> Callable[..., Any]:
+    """A model that says of the next token what the last one is."""
+    return lambda input_ids, **_: SimpleNamespace(logits=by_token[input_ids])
 
 
 def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
