@@ -19,7 +19,7 @@ from shardwright.objectives.objective import Objective
 from shardwright.objectives.pairs import PAIRS, PairObjective
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
-from tests.support.cases import PLAIN_LAYERS, make_case, one_layer, relative, says
+from tests.support.cases import PLAIN_LAYERS, backward, check_near, check_step, make_case, one_layer, relative, says
 from tests.support.chats import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -144,14 +144,10 @@ def test_loss_and_every_gradient_are_the_plain_models(recipe: str, objective: st
     config = one_layer(recipe, **WORDS)
     case = make_case(recipe, config, accumulation=accumulation, more=options_of(objective), **PLAIN_LAYERS)
     columns = packed()
-    loss, gradients = case.gradients(batch_of(columns, objective))
+    found = case.gradients(batch_of(columns, objective))
     router_loss = recipe.startswith("mixtral") and case.recipe.compute.router_loss
     plain, _ = expected(case.reference, columns, objective, router_loss)
-    plain.backward()
-    assert loss == pytest.approx(plain.item(), rel=1e-5)
-    theirs = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(found, backward(plain, case.reference))
 
 
 @pytest.mark.slow
@@ -163,8 +159,7 @@ def test_an_adapters_gradients_are_pefts_and_its_reference_is_the_model_with_it_
     plain.backward()
     assert loss == pytest.approx(plain.item(), rel=1e-5)
     theirs = adapted.in_our_form({key: p.grad.clone() for key, p in adapted.theirs.items()})
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_near(gradients, theirs)
 
     step = ReferenceStep(adapted.case.step.placed)
     (said,) = step([{k: t for k, t in as_batch(columns).items() if k != REFERENCE}])
