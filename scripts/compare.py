@@ -19,13 +19,10 @@ def main() -> None:
     parser.add_argument("--html", default="compare.html", metavar="FILE", help="the page (default: compare.html)")
     arguments = parser.parse_args()
 
-    from rich.table import Table
-    from rich.text import Text
-
     from shardwright.files.asked_file import write_asked
     from shardwright.monitoring.compare import read_runs
     from shardwright.report.compare_view import LAST_HEADER, compare_page, differences, last_rows
-    from shardwright.report.lines import Terminal, say
+    from shardwright.report.lines import Terminal, say, say_table
 
     runs = read_runs(arguments.runs, arguments.html)
     write_asked(arguments.html, "--html", compare_page(runs))
@@ -34,10 +31,7 @@ def main() -> None:
         console = Terminal(width=200)
     options = differences(runs) or [("none differs", *("" for _ in runs))]
     for header, rows in ((LAST_HEADER, last_rows(runs)), (("option", *(run.name for run in runs)), options)):
-        table = Table(*header, box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
+        say_table(console, header, rows)
         say(console, "")
     say(console, f"page:    {arguments.html}")
 

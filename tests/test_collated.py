@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 from shardwright import Trainer, TrainingArguments, UserError
 from shardwright.data.samples.collator import collated
 from tests.support.chats import byte_tokenizer
+from tests.support.logs import logged
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.pad_token = "a"
@@ -96,9 +96,8 @@ def test_a_run_with_one_has_the_losses_of_its_labels_as_columns(tmp_path: Path) 
             eval_dataset={"held": data.select(range(50, 60))}, data_collator=collator, console=Console(quiet=True),
         )  # fmt: skip
         trainer.train()
-        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
         evaluated = trainer.evaluate(data.select(range(9)))["eval_loss"]
-        return [entry["loss"] for entry in history if "loss" in entry], evaluated
+        return logged(tmp_path / name, "loss"), evaluated
 
     found, expected = losses("collator", PLAIN, masked), losses("columns", WITH_LABELS.remove_columns("note"), None)
     assert found == expected

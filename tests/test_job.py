@@ -135,7 +135,7 @@ def test_a_neighbour_is_checked_like_the_job_itself():
     assert replace(job, devices=16).plan.mesh == {"fsdp": 4, "expert": 4}
     with pytest.raises(UserError, match="its sizes multiply to 3"):
         replace(job, recipe=replace(job.recipe, mesh=Mesh(fsdp=1, expert=3)))
-    other = replace(job.recipe, compute=replace(job.recipe.compute, attention="sdpa"))
+    other = job.recipe.computing(attention="sdpa")
     with pytest.raises(UserError, match="tokens would see other documents"):
         replace(job, recipe=other, args=replace(job.args, isolate_documents=True))
 

@@ -20,16 +20,10 @@ from shardwright.job import Job
 from shardwright.models.tiny import tiny_config
 from tests.support.checkpoints import write_untrained
 from tests.support.fork_server import run
+from tests.support.lives import TINY
+from tests.support.mistakes.commands import COMMANDS, FILES
 from tests.support.paths import ROOT
 
-TINY = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 304,
-}
 ANY = """
 from shardwright import Compute, Mesh, Recipe, Shard
 recipe = Recipe(
@@ -43,69 +37,69 @@ recipe = Recipe(
 """
 REPLICATED = {"parameters": "{}", "layout": "{}", "activations": "{}", "compute": ""}
 
+
+def _of_commands(*names: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Mistakes of a first command, whose messages `test_mends` reads."""
+    return {name: COMMANDS[name][:2] for name in names}
+
+
 # what is wrong → (the options that say so, words of the refusal); paths are relative to the folder of `world`
 MODEL: dict[str, tuple[dict[str, Any], str]] = {
+    **_of_commands(
+        "a mesh with another axis",
+        "a policy that is none",
+        "a policy for experts that are not there",
+        "experts that nothing runs",
+        "a model that sees what it predicts",
+        "a row longer than the positions",
+        "documents apart, by another attention",
+    ),
     "no such recipe": ({"recipe": "mixtral_epp"}, "did you mean 'mixtral_ep'"),
     "no such recipe file": ({"recipe": "absent.py"}, "found:   no file"),
     "a recipe that fails": ({"recipe": "fails.py"}, "ZeroDivisionError"),
-    "axes that the mesh lacks": ({"mesh": "expert=8"}, "axis 'expert' is not one of them"),
-    "a compute policy that is none": ({"compute": "remat=most"}, "no value of remat"),
     "no such model": ({"model": "./absent"}, "no file"),
     "a model without a causal-LM head": ({"model": "t5.json"}, "without a causal-LM head"),
     "sizes that no model has": ({"model": "odd.json"}, "transformers cannot build a model"),
     "layers without end": ({"model": "endless.json"}, "1,000 layers are the most"),
     "an architecture that is no name": ({"model": "numbered.json"}, "architectures is 7; it is a list of names"),
     "a head without end": ({"model": "broad.json"}, "head_dim is 134217728; 1,048,576 is the widest"),
-    "experts that are not there": ({"compute": "experts=capacity"}, "has no experts"),
-    "experts that nothing runs": (
-        {"recipe": "mixtral_ep", "model": None, "compute": "experts=None"},
-        "has experts, such as model.layers.0.mlp.experts",
-    ),
     "key heads that serve unequally many": ({"model": "heads.json"}, "num_attention_heads=5, num_key_value_heads=2"),
     "an encoder": ({"model": "bert.json"}, "is_decoder is False: it is built as an encoder"),
-    "a model that sees what it predicts": ({"model": "cpmant.json"}, "a token's logits depend on later tokens"),
     "shapes that depend on what the tokens are": (
         {"recipe": "any.py", "model": "blt.json"},
         "its forward can't be run without values: ",  # torch's error is another once its meta kernels are imported
     ),
-    "rows beyond a table of positions": ({"model": "gpt2.json", "sequence_length": 2048}, "has 1024 positions"),
     "rows beyond dynamic RoPE": ({"model": "dynamic.json", "sequence_length": 2048}, "another rope_type, such as yarn"),
-    "isolation that attention does not know": (
-        {"isolate_documents": True, "compute": "attention=sdpa"},
-        "tokens would see other documents",
-    ),
 }
 PLAN: dict[str, tuple[dict[str, Any], str]] = {
-    "a mesh that does not fit": ({"mesh": "fsdp=3"}, "its sizes multiply to 3"),
+    **_of_commands(
+        "a mesh of too few devices",
+        "tokens that devices can't share",
+        "an activation of one scanned layer",
+    ),
     "a parameter without a line": ({"model": "mixtral.json", "compute": "experts=dense"}, "no line matches"),
     "a line that matches nothing": ({"recipe": "lines.py"}, "no parameter matches"),
     "a dimension that does not divide": ({"model": "narrow.json"}, "is not divisible by 8"),
     "a dimension out of range": ({"recipe": "deep.py"}, "dimension 3 is out of range"),
-    "tokens that dropless experts can't share": (
-        {"recipe": "mixtral_ep_tp", "model": None, "sequence_length": 27},
-        "× 27 tokens on 8 devices",
-    ),
     "an activation of no module": ({"recipe": "activations.py"}, "no module of the model has such a name"),
     "an activation of a list": ({"recipe": "list.py"}, "a ModuleList, which has no output"),
-    "an activation of one scanned layer": ({"recipe": "one.py"}, "names model.layers.1, and model.layers.0 not"),
 }
 RUN: dict[str, tuple[dict[str, Any], str]] = {
+    **_of_commands(
+        "no learning rate",
+        "a scheduler without what it needs",
+        "a scheduler misspelt",
+        "the best of nothing evaluated",
+        "an output folder that is taken",
+        "an output folder that is a file",
+        "a dataset misspelt",
+        "a folder of two kinds",
+        "a tokenizer that is not there",
+    ),
     "a name too long": ({"model": "x" * 5000}, "File name too long"),
-    "an argument out of range": ({"learning_rate": -1.0}, "it must be above 0"),
     "a rate that is none": ({"learning_rate": "5e-5"}, "a str, where a number is needed"),
     "a path that no file has": ({"dataset": "a\0b"}, "without a null character"),
-    "a scheduler without what it needs": (
-        {"lr_scheduler_type": "cosine_with_min_lr"},
-        "One of min_lr or min_lr_rate should be set",
-    ),
-    "an argument that is none of a list": ({"lr_scheduler_type": "linnear"}, "did you mean 'linear'"),
-    "best weights of steps not saved": ({"load_best_model_at_end": True}, "evaluated and saved"),
-    "an output folder that is taken": ({"output_dir": "taken"}, "a folder that holds 1 entries"),
-    "an output folder that is a file": ({"output_dir": "text/0.txt"}, "a file"),
-    "no such dataset": ({"dataset": "absent.jsonl"}, "no such file or folder"),
-    "a dataset of two kinds": ({"dataset": "mixed"}, "files of several kinds"),
     "an empty dataset": ({"dataset": "empty"}, "nothing in any file"),
-    "no such tokenizer": ({"tokenizer": "./absent"}, "--tokenizer with a hub id"),
     "a tokenizer without an end of text": ({"tokenizer": "endless"}, "no end-of-text token"),
     "a tokenizer with too many tokens": ({"tokenizer": "large"}, "embedding has 304 rows"),
     "too few tokens for a tokenizer": ({"model": "poor.json"}, "before any is learnt"),
@@ -126,7 +120,7 @@ CASES = MODEL | PLAN | RUN
 
 
 def config(kind: str, **changes: Any) -> str:
-    return json.dumps({"model_type": kind, **TINY, **changes})
+    return json.dumps({**TINY, "model_type": kind, **changes})
 
 
 def write_tokenizer(folder: Path, words: int, **special: str) -> None:
@@ -139,14 +133,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that a run could open."""
     root = tmp_path_factory.mktemp("world").resolve()
     files = {
-        "llama.json": config("llama"),
+        **FILES,
         "narrow.json": config("llama", intermediate_size=20),
         "deeper.json": config("llama", num_hidden_layers=3),
         "turned.json": config("llama", rope_theta=5e5),
         "poor.json": config("llama", vocab_size=200),
         "heads.json": config("llama", hidden_size=40, num_attention_heads=5),
         "bert.json": config("bert"),
-        "cpmant.json": config("cpmant", dim_head=8),
         "blt.json": json.dumps(tiny_config("blt").to_dict()),
         "odd.json": config("llama", hidden_act="nothing"),
         "broad.json": config("llama", head_dim=2**27),
@@ -154,7 +147,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "endless.json": config("llama", num_hidden_layers=10**18),
         "mixtral.json": config("mixtral", num_local_experts=4, num_experts_per_tok=2),
         "dynamic.json": config("llama", max_position_embeddings=1024, rope_scaling={"type": "dynamic", "factor": 2.0}),
-        "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 304}),
         "t5.json": json.dumps({"model_type": "t5"}),
         "fails.py": "1 / 0\n",
         "any.py": ANY.format(**REPLICATED),
@@ -162,19 +154,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "deep.py": ANY.format(**{**REPLICATED, "layout": '{"fsdp": Shard(3)}'}),
         "activations.py": ANY.format(**{**REPLICATED, "activations": '{"model.rows.*": {}}'}),
         "list.py": ANY.format(**{**REPLICATED, "activations": '{"model.layers": {}}'}),
-        "one.py": ANY.format(**{**REPLICATED, "activations": '{"model.layers.1": {}}'}),
-        "text/0.txt": "some text\n" * 99,
-        "text/1.txt": "other text\n" * 99,
-        "mixed/a.txt": "text",
-        "mixed/b.jsonl": '{"text": "text"}\n',
         "empty/picture.png": "",
-        "taken/something": "",
         "bare/config.json": config("llama"),
         "partial/config.json": config("llama"),
         "partial/model.safetensors.index.json": json.dumps({"weight_map": {"lm_head.weight": "absent.safetensors"}}),
     }
     for name, content in files.items():
-        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
     write_tokenizer(root / "endless", 10)
     write_tokenizer(root / "large", 400, eos_token="w1")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.fork_server import run
+from tests.support.logs import logged
 from tests.support.paths import ROOT
 
 SCRIPTS = ROOT / "tests/scripts_of_others"
@@ -101,10 +102,6 @@ def ported(name: str, folder: Path) -> tuple[str, Path]:
     done = run(folder / f"{name}.py", *WORDS[name], cwd=folder, env=few)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout, folder / {"course_trainer": "codeparrot-ds", "course_loop": "weighted"}.get(name, "out")
-
-
-def logged(output: Path, key: str) -> list[float]:
-    return [e[key] for e in json.loads((output / "trainer_state.json").read_text())["log_history"] if key in e]
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +15,17 @@ from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions, load_corpus
 from tests.support.fork_server import Forked
-from tests.support.lives import TINY
+from tests.support.lives import TINY, write_sums
+from tests.support.logs import entries, logged
 from tests.support.paths import ROOT
 from tests.support.training import SMALL, environment, train
 
 
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):
-    """A small dataset of its own: 40 files of arithmetic, which a small model learns a little of in seconds."""
+    """A small dataset of its own."""
     folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        lines = [f"{a} plus {i} makes {a + i}, and {a} times {i} makes {a * i}." for a in range(60)]
-        (folder / f"{i:02}.txt").write_text("\n".join(lines))
+    write_sums(folder, 40)
     return folder
 
 
@@ -47,14 +45,13 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
     assert "8 virtual CPU devices" in done.stdout
     assert "fsdp=2 × expert=4" in done.stdout
     assert "proof:   none for this recipe, model and these options" in done.stdout
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    logged = [entry for entry in history if "loss" in entry]
-    assert [entry["step"] for entry in logged] == [5, 10]
+    lines = entries(output, "loss")
+    assert [entry["step"] for entry in lines] == [5, 10]
     keys = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "compiles"}
     keys |= {"expert_load_max", "expert_load_entropy", "expert_load_max/layer_3"}
-    assert all(keys <= entry.keys() for entry in logged)
-    assert not any("dropped_fraction" in entry for entry in logged), "a shipped recipe drops no token"
-    assert len({entry["compiles"] for entry in logged}) == 1  # all of them before step 5
+    assert all(keys <= entry.keys() for entry in lines)
+    assert not any("dropped_fraction" in entry for entry in lines), "a shipped recipe drops no token"
+    assert len({entry["compiles"] for entry in lines}) == 1  # all of them before step 5
 
 
 def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
@@ -70,7 +67,7 @@ def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
     for name in ("loss_curve.svg", "expert_load.svg"):
         assert (output / name).read_bytes().startswith(b"<svg")
     assert "busiest expert" in done.stdout
-    before, after = (entry["eval_loss"] for entry in _evaluations(output))
+    before, after = logged(output, "eval_loss")
     assert after < before
     assert f"{before:.4f}" in done.stdout
     assert f"{after:.4f}" in done.stdout
@@ -84,7 +81,7 @@ def test_the_model_folder_loads_on_plain_cpu_with_the_same_held_out_loss(run, te
     rows = torch.tensor(corpus.heldout.dataset["input_ids"][:])
     with torch.no_grad():
         loss = model(input_ids=rows, labels=rows).loss.item()
-    assert loss == pytest.approx(_evaluations(output)[-1]["eval_loss"], rel=1e-4)
+    assert loss == pytest.approx(logged(output, "eval_loss")[-1], rel=1e-4)
 
 
 def test_a_trained_folder_is_a_model_to_go_on_from(run, text_folder, tmp_path):
@@ -92,8 +89,8 @@ def test_a_trained_folder_is_a_model_to_go_on_from(run, text_folder, tmp_path):
     arguments = ["--recipe", "mixtral_fsdp", "--model", output / "model", "--dataset", text_folder, "--max_steps", 2]
     done = train(*arguments, "--output_dir", tmp_path / "next", *SMALL)
     assert done.returncode == 0, done.stderr
-    first, _ = (entry["eval_loss"] for entry in _evaluations(tmp_path / "next"))
-    assert first == pytest.approx(_evaluations(output)[-1]["eval_loss"], rel=1e-4)
+    first, _ = logged(tmp_path / "next", "eval_loss")
+    assert first == pytest.approx(logged(output, "eval_loss")[-1], rel=1e-4)
 
 
 @pytest.fixture
@@ -187,7 +184,3 @@ def test_an_option_that_does_not_exist_is_refused_with_the_nearest(capsys, monke
         script.main()
     assert stopped.value.code == 2
     assert "did you mean '--max_steps'" in capsys.readouterr().err
-
-
-def _evaluations(output: Path) -> list[dict]:
-    return [e for e in json.loads((output / "trainer_state.json").read_text())["log_history"] if "eval_loss" in e]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -39,6 +38,7 @@ from shardwright.weights.hub_push import push_folder
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.fork_server import run
 from tests.support.jobs import SIZES
+from tests.support.logs import logged
 from tests.support.paths import ROOT
 
 LENGTH = 32
@@ -217,10 +217,9 @@ def test_the_pages_program_trains_and_leaves_a_folder_that_serves(tmp_path):
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/chat/served")
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "runs/chat/served")("Hello", return_tensors="pt")
     assert served.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
-    log = json.loads((tmp_path / "runs/chat/trainer_state.json").read_text())["log_history"]
-    best = min(entry["eval_loss"] for entry in log if "eval_loss" in entry and entry["step"])
-    assert best < log[0]["eval_loss"]
-    assert best == pytest.approx(log[-1]["eval_loss"], rel=1e-5), "it ends with the best weights"
+    first, *others = logged(tmp_path / "runs/chat", "eval_loss")
+    assert min(others) < first
+    assert min(others) == pytest.approx(others[-1], rel=1e-5), "it ends with the best weights"
 
 
 # ---- steps and epochs ----

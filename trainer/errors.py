@@ -29,6 +29,7 @@ _OVER_NETWORKS = {
 }
 _OF_THE_GRAPH = "of_the_graph"  # an attribute of such an error
 _TO_DEVICES = ("torch_xla.", "shardwright.xla.")  # modules that send values to devices
+_PARTS = ("asked", "found", "why", "instead")  # of a UserError
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
@@ -52,9 +53,9 @@ class UserError(Exception):
         """The lines that IPython draws in place of a traceback (IPython/core/interactiveshell.py)."""
         return f"error: {self}".splitlines()
 
-    def with_instead(self, instead: str) -> Self:
-        """This error with another ``instead``."""
-        return type(self)(asked=self.asked, found=self.found, why=self.why, instead=instead)
+    def retold(self, **parts: str) -> Self:
+        """This error with other ``parts``."""
+        return type(self)(**{name: parts.get(name, getattr(self, name)) for name in _PARTS})
 
 
 class TransientError(UserError):

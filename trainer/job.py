@@ -302,5 +302,5 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
     if args.compute is not None:
         recipe = recipe.with_compute(args.compute)
     if args.bf16 is not None:
-        recipe = replace(recipe, compute=replace(recipe.compute, dtype="bfloat16" if args.bf16 else "float32"))
+        recipe = recipe.computing(dtype="bfloat16" if args.bf16 else "float32")
     return recipe

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
 from shardwright.models.tiny import shrunk, tiny_config
 from shardwright.prove import trajectory
-from shardwright.prove.plain import eager_model, randomise
+from shardwright.prove.plain import default_dtype, eager_model, randomise
 from shardwright.prove.sharded import unstacked
 from shardwright.prove.trajectory import TOLERANCES, Trajectory
 from shardwright.step.build import place_model
@@ -143,7 +143,7 @@ def _job(facts: ModelFacts, mesh: str | None, scan: bool) -> Job:
     exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if facts.experts else {}
     if recipe.compute.experts == "dense":
         exact = {"router_loss": False}
-    recipe = replace(recipe, compute=replace(recipe.compute, remat="full", scan=scan, dtype=DTYPE, **exact))
+    recipe = recipe.computing(remat="full", scan=scan, dtype=DTYPE, **exact)
     settings = Settings(recipe=recipe.name, sequence_length=LENGTH, per_device_train_batch_size=1)
     return Job(recipe, settings, DEVICES, facts)
 
@@ -179,12 +179,9 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
 
 
 def _in_float64(case: Plain) -> Trajectory:
-    torch.set_default_dtype(torch.float64)  # for tensors that a model makes, such as the scalar that it masks with
-    try:
+    with default_dtype(torch.float64):
         loss, gradients = _gradients(case.model.double(), case.batch)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        case.model.float()
+    case.model.float()
     return Trajectory([loss], gradients=gradients)
 
 

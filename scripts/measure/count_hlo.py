@@ -27,8 +27,6 @@ os.environ["USE_TORCH_XLA"] = "0"
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from shardwright.arguments.command_line import Parser
 from shardwright.compile.lowered_graph import LoweredGraph
@@ -39,7 +37,7 @@ from shardwright.hosts.output_streams import exit_code
 from shardwright.layout.auto import UNMADE
 from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import load_config
-from shardwright.report.lines import say
+from shardwright.report.lines import say, say_table
 from shardwright.report.units import size
 from shardwright.xla.chips import find_topology
 
@@ -158,10 +156,9 @@ def count_module(
 def _print(report: CompileReport, console: Console) -> None:
     say(console, where_it_runs(report))
     say(console, estimate_line(report))
-    shares = Table(*SHARES_HEADER[:3], box=None, pad_edge=False)
-    for cause, seconds in share_rows(report):
-        shares.add_row(Text(cause), f"{seconds:,.4f}", f"{seconds / report.estimate.seconds:.1%}")
-    console.print(shares)
+    whole = report.estimate.seconds
+    shares = [(cause, f"{seconds:,.4f}", f"{seconds / whole:.1%}") for cause, seconds in share_rows(report)]
+    say_table(console, SHARES_HEADER[:3], shares)
     for name, text in fact_rows(report):
         if name in _FACTS:
             say(console, f"{name}: {text}")
@@ -169,10 +166,9 @@ def _print(report: CompileReport, console: Console) -> None:
     for line in report.collectives:
         moved = np.array([line.count, line.bytes, line.wire_bytes, line.exposed_bytes], dtype=float)
         totals[line.kind, line.axis] = totals.get((line.kind, line.axis), 0) + moved
-    table = Table("collective", "axis", "a step", "bytes", "sent", "exposed", box=None, pad_edge=False)
-    for (kind, axis), (count, *moved) in sorted(totals.items(), key=lambda item: -item[1][2]):
-        table.add_row(Text(kind), Text(axis), f"{count:,.0f}", *map(size, moved))
-    console.print(table)
+    ordered = sorted(totals.items(), key=lambda item: -item[1][2])
+    rows = [(*key, f"{count:,.0f}", *map(size, moved)) for key, (count, *moved) in ordered]
+    say_table(console, ("collective", "axis", "a step", "bytes", "sent", "exposed"), rows)
 
 
 if __name__ == "__main__":

@@ -99,16 +99,12 @@ def _of_run(parser: Parser) -> str:
     """A table for each group of options, by the class that has them."""
     groups: dict[str, list[argparse.Action]] = {}
     for action in listed(parser):
-        kinds = (each for each in reversed(TrainingArguments.__mro__) if action.dest in own_fields(each))
+        named = (each for each in reversed(TrainingArguments.__mro__) if "__annotations__" in vars(each))
+        kinds = (each for each in named if action.dest in vars(each)["__annotations__"])
         owner = next(kinds, TrainingArguments)
-        groups.setdefault(_title(owner), []).append(action)
+        groups.setdefault(TITLES.get(owner.__name__, "Objective"), []).append(action)
     tables = (f"## {title}\n\n{_table(actions, parser)}\n" for title, actions in groups.items())
     return _head("Options of a run", "train") + "\n".join(tables)
-
-
-def own_fields(kind: type) -> set[str]:
-    """The names that a class annotates itself."""
-    return set(vars(kind).get("__annotations__", {}))
 
 
 TITLES = {
@@ -119,10 +115,6 @@ TITLES = {
     "OutputArguments": "Output: log, evaluation, checkpoints",
     "TrainingArguments": "Steps, batch, learning rate",
 }
-
-
-def _title(owner: type) -> str:
-    return TITLES.get(owner.__name__, "Objective")
 
 
 def _section(command: str, about: str, actions: Sequence[argparse.Action], parser: Parser) -> str:

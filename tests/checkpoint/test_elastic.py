@@ -17,6 +17,7 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from tests.support.jobs import job_of
 from tests.support.lives import TINY, Lives, tiny_run, write_text
+from tests.support.logs import losses
 
 STEPS, ROWS = 8, 16
 
@@ -76,11 +77,6 @@ def test_a_batch_that_can_not_be_kept_is_refused_with_what_to_write_instead():
     assert "run/checkpoint-4 on 16 devices" in error.value.asked
     assert "8 rows" in error.value.found
     assert "--per_device_train_batch_size" in error.value.instead
-
-
-def losses(output: Path) -> list[tuple[float, ...]]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [(e["step"], e["loss"], e["grad_norm"], e["learning_rate"], e["epoch"]) for e in history if "loss" in e]
 
 
 def cursor(output: Path) -> dict[str, Any]:

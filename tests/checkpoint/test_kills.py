@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,16 +15,12 @@ from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import NAME, folder_of, live_steps, whole_steps
 from shardwright.files.folder import Folder
 from tests.support.lives import Lives, tiny_run, write_text
+from tests.support.logs import losses
 
 KILLS = {"at start": 4, "training": 3, "in a save": 5}
 STARTED = ["", "devices:", "model:", "output:"]  # what a run that starts has printed; the last just before it trains
 STEPS = 90
 SECONDS = 120  # to wait for anything
-
-
-def losses(output: Path) -> list[tuple]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [(e["step"], e["loss"], e["grad_norm"], e["learning_rate"], e["epoch"]) for e in history if "loss" in e]
 
 
 def half_written(output: Path, above: int = -1) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -16,23 +15,15 @@ from tests.support.adapters import round_as_stored
 from tests.support.chats import byte_tokenizer
 from tests.support.fork_server import run
 from tests.support.lives import Lives
+from tests.support.logs import logged
 from tests.support.paths import ROOT
+from tests.support.tasks import MOE
 from tests.support.training import environment
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21.2
 ]
-TINY = {
-    "vocab_size": 304,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "sliding_window": None,
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +36,7 @@ def runs(tmp_path_factory):
     for i in range(20):
         (root / "text" / f"{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(200)))
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MixtralConfig(**TINY)).save_pretrained(root / "base")
+    AutoModelForCausalLM.from_config(MixtralConfig(**MOE)).save_pretrained(root / "base")
     byte_tokenizer().save_pretrained(root / "base")
     common = ["--recipe", "mixtral_ep", "--model", root / "base", "--dataset", root / "text", "--max_eval_rows", 16]
     common += ["--sequence_length", 16, "--warmup_steps", 1, "--learning_rate", 1e-2, "--save_steps", 2]
@@ -61,11 +52,6 @@ def runs(tmp_path_factory):
             log = root / f"{name}.log"
             assert lives.run(log, *common, *more, "--output_dir", root / name) == 0, log.read_text()
     return root
-
-
-def held_out(folder):
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry["eval_loss"] for entry in history if "eval_loss" in entry]
 
 
 def test_a_run_that_goes_on_has_the_adapter_of_one_that_never_stopped_bit_for_bit(runs):
@@ -93,11 +79,11 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
 
 
 def test_a_run_that_starts_from_an_adapter_begins_where_that_one_ended(runs):
-    assert held_out(runs / "next")[0] == pytest.approx(held_out(runs / "whole")[-1], rel=1e-6)
+    assert logged(runs / "next", "eval_loss")[0] == pytest.approx(logged(runs / "whole", "eval_loss")[-1], rel=1e-6)
 
 
 def test_a_model_in_8_bits_hardly_changes_where_a_run_begins(runs):
-    rounded, whole = held_out(runs / "int8")[0], held_out(runs / "whole")[-1]
+    rounded, whole = logged(runs / "int8", "eval_loss")[0], logged(runs / "whole", "eval_loss")[-1]
     assert rounded == pytest.approx(whole, rel=1e-3)
     assert rounded != whole
     assert "the model is frozen, quantized to int8 at load (8 bits a weight)" in (runs / "int8.log").read_text()

@@ -25,6 +25,7 @@ from shardwright.files.lock import LOCK
 from shardwright.run import train
 from tests.support.fork_server import run
 from tests.support.lives import TINY, Lives, tiny_run, write_text
+from tests.support.logs import losses
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP_UNSCANNED, FSDP, Resharding
 
 STEPS = 30
@@ -61,11 +62,6 @@ def whole(lives, place):
     """The output directory of a run that was never stopped."""
     assert lives.run(place / "whole.log", *arguments(place, place / "whole")) == 0
     return place / "whole"
-
-
-def losses(output: Path) -> list[tuple]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [(e["step"], e["loss"], e["grad_norm"], e["learning_rate"]) for e in history if "loss" in e]
 
 
 def wait_for(log: Path, text: str) -> None:

@@ -119,7 +119,7 @@ def case_of(name: str) -> tuple[Recipe, dict[str, Any]]:
     name, _, kind = name.partition(" ")
     recipe, options = load_recipe(name), {}
     if kind == "capacity":
-        recipe = replace(recipe, compute=replace(recipe.compute, experts="capacity"))
+        recipe = recipe.computing(experts="capacity")
     if kind == "accumulated":
         options = {"gradient_accumulation_steps": 2, "isolate_documents": True}
     return replace(recipe, model={**(recipe.model or {}), **SMALL}), options
@@ -280,7 +280,7 @@ def test_attention_dropout_takes_a_tpu_no_more_memory_and_no_communication(
     monkeypatch.setattr(portable, "BANDS", 1)  # as many as there are with dropout
     without_kernel(monkeypatch)  # the step without dropout has the same loops
     recipe, reports = load_recipe("llama_fsdp"), []
-    recipe = replace(recipe, compute=replace(recipe.compute, scan=False, remat="none"))
+    recipe = recipe.computing(scan=False, remat="none")
     for dropout in (0.0, 0.1):
         changes = {"intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256, "attention_dropout": dropout}
         job = job_of(replace(recipe, model={**(recipe.model or {}), **changes}), sequence_length=1024)

@@ -139,6 +139,7 @@ def test_an_adapter_is_measured_on_top_of_its_model_and_the_table_is_the_harness
         ({"tasks": "sumz"}, "knows no task, group or tag of that name"),
         ({"include_path": "/nowhere"}, "no such folder"),
         ({"output_path": "/nowhere/r.json"}, "no folder that can be written"),
+        ({"output_path": "~"}, "a folder\n"),
         ({"max_length": 4000, "tasks": "broken"}, "can't be read"),
         ({"apply_chat_template": True}, "no chat template"),
         ({"tasks": "sums,answers"}, "num_beams"),

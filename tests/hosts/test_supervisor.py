@@ -39,6 +39,7 @@ from tests.support.host import free_ports
 from tests.support.hosts import child_of, wait_until
 from tests.support.jobs import job_of
 from tests.support.lives import tiny_run, write_text
+from tests.support.logs import entries, losses
 from tests.support.paths import ROOT
 
 WORDS = {"asked": "write /mnt/x", "found": "OSError: gone", "why": "w", "instead": "i"}
@@ -344,14 +345,6 @@ def run(folder: Path, name: str, fails: str, *more: object) -> subprocess.Comple
     return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
-def log(output: Path) -> list[dict[str, Any]]:
-    return json.loads((output / "trainer_state.json").read_text())["log_history"]
-
-
-def losses(output: Path) -> list[tuple]:
-    return [(e["step"], e["loss"], e["grad_norm"], e["learning_rate"]) for e in log(output) if "loss" in e]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("restarts")
@@ -377,7 +370,7 @@ def test_a_folder_that_fails_once_costs_a_restart_and_no_loss(place, fails, goes
     weights = "model/model.safetensors"
     assert (output / weights).read_bytes() == (place / "whole" / weights).read_bytes()
     # where the time went, over both processes
-    (summary,) = [entry for entry in log(output) if "train_runtime" in entry]
+    (summary,) = entries(output, "train_runtime")
     first, second = read_lives((output / "lives.json").read_bytes())
     assert (first.after, second.first) == ("", 4 if fails == "checkpoint-8" else 0)
     assert "Input/output error" in second.after

@@ -25,7 +25,7 @@ from shardwright.models.mixers import functions
 from shardwright.models.mixers.bind import bind
 from shardwright.models.mixers.delta import delta_rule
 from shardwright.models.ops.jax_call import jax
-from tests.support.cases import make_batch, make_case, relative
+from tests.support.cases import check_near, check_step, make_batch, make_case
 
 ROWS, HEADS, GROUPS, WIDTH, STATE, CHANNELS = 2, 4, 2, 8, 16, 8
 
@@ -123,8 +123,7 @@ def test_a_kernel_equals_transformers_torch_function_in_values_and_every_gradien
     theirs, ours, given = kernel(tokens)
     expected = values_and_gradients(theirs, given, "cpu")
     found = values_and_gradients(ours, given, "xla")
-    worst, which = relative(found, expected)
-    assert worst < 1e-5, f"{which} is off by {worst}"
+    check_near(found, expected)
 
 
 def values_and_gradients(function: Function, given: Tensors, device: str) -> dict[str, torch.Tensor]:
@@ -152,8 +151,7 @@ def test_a_lightning_attention_equals_transformers_module():
 
     given = (hidden, *(p.detach() for p in plain.parameters()))
     expected = values_and_gradients(partial(run, plain), given, "cpu")
-    worst, which = relative(values_and_gradients(partial(run, ours), given, "xla"), expected)
-    assert worst < 1e-5, f"{which} is off by {worst}"
+    check_near(values_and_gradients(partial(run, ours), given, "xla"), expected)
 
 
 def test_the_loop_over_a_row_is_as_long_for_many_tokens_as_for_few():
@@ -243,11 +241,7 @@ def test_a_model_with_a_recurrence_equals_the_plain_one(family, compute, changes
     config = AutoConfig.for_model(family, **{**SMALL, **SPECIAL, **MODELS[family], **changes})
     case = make_case(recipe, config)
     batch = make_batch(config)
-    expected_loss, expected = case.reference_gradients(batch)
-    loss, found = case.gradients(batch)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    worst, name = relative(found, expected)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(case.gradients(batch), case.reference_gradients(batch))
 
 
 def test_binding_a_model_leaves_its_class_alone_and_a_copy_runs_with_weights_of_its_own():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -64,7 +64,7 @@ def job(name: str, options: dict[str, Any] | None = None, compute: dict[str, Any
     recipe, values = MODELS[name]
     found = load_recipe(recipe)
     plain = {"dtype": "float32", "scan": False, "remat": "none", **(compute or {})}
-    found = replace(found, compute=replace(found.compute, **plain))
+    found = found.computing(**plain)
     return job_of(found, AutoConfig.for_model(**{**SIZES, **values, **config}), **{**OPTIONS, **(options or {})})
 
 

@@ -79,8 +79,8 @@ def test_a_pipe_is_as_wide_as_its_lines(monkeypatch) -> None:
     assert folder in file.getvalue()
 
 
-def test_a_narrow_terminal_folds_a_table_and_cuts_nothing() -> None:
-    told, words = Terminal(file=io.StringIO(), width=30), ["per_device_train_batch_size", "runs/a_name_that_is_so_long"]
+def test_a_narrow_terminal_folds_a_table_and_cuts_nothing_and_reads_no_markup() -> None:
+    told, words = Terminal(file=io.StringIO(), width=30), ["[/b]device_train_batch_size", "runs/[red]s_that_is_so_long"]
     table = Table("option", "value", box=None)
     table.add_row(*words)
     told.print(table)

@@ -18,7 +18,7 @@ from shardwright.objectives.dpo_losses import DIVERGENCES, LOSSES
 from tests.step.test_packing import apart
 from tests.step.test_preferences import LENGTH, REFERENCE, WORDS, packed
 from tests.support import trl_losses
-from tests.support.cases import make_case, relative, small_config
+from tests.support.cases import backward, check_step, make_case, relative, small_config
 
 BETA, SMOOTHING = 0.3, 0.2
 MIXTURE = {"loss_type": "sigmoid,bco_pair,sft", "loss_weights": "0.8,0.2,1"}
@@ -131,12 +131,8 @@ def test_loss_and_every_gradient_of_a_sharded_step_are_trls_where_pairs_are_sort
     config = small_config(load_recipe("llama_tp"), **WORDS)
     more = {"objective": "dpo", "beta": BETA, "sequence_length": LENGTH, **given}
     case = make_case("llama_tp", config, more=more)
-    loss, gradients = case.gradients(as_batch(columns()))
+    found = case.gradients(as_batch(columns()))
     alone = apart(without_reference(columns()))
     output = case.reference(**{name: alone[name] for name in ("input_ids", "attention_mask")}, use_cache=False)
     expected = theirs(output.logits, alone, references(columns()), given)
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    plain = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
-    worst, name = relative(gradients, plain)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(found, backward(expected, case.reference))

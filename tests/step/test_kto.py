@@ -25,7 +25,7 @@ from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.kto import LABELLED, KahnemanTversky
 from shardwright.run import train
 from tests.step.test_preference_run import SMALL
-from tests.support.cases import make_case, relative, small_config
+from tests.support.cases import backward, check_step, make_case, relative, says, small_config
 from tests.support.chats import byte_tokenizer, write_records
 
 ROWS, LENGTH, MOST = 16, 48, 3
@@ -109,13 +109,7 @@ def test_loss_gradient_and_logs_are_the_formulas_on_given_logits_whatever_the_ba
     batch, generator = as_batch(columns), torch.Generator().manual_seed(0)
     by_token = torch.randn((272, 272), generator=generator, requires_grad=True)
 
-    class Model:
-        """Says of the next token what the last one is."""
-
-        def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            return type("Output", (), {"logits": by_token[input_ids]})
-
-    loss, logged = expected(Model(), columns, goal, False)
+    loss, logged = expected(says(by_token), columns, goal, False)
     (theirs,) = torch.autograd.grad(loss, by_token)
     values = goal.loss(by_token[batch["input_ids"]], batch, goal.counts(batch))
     assert values["kto_loss"].item() == pytest.approx(loss.item(), rel=1e-5)
@@ -142,15 +136,11 @@ def test_loss_and_every_gradient_are_the_plain_models(recipe: str, accumulation:
     options = {"objective": "kto", **NUMBERS, "sequence_length": LENGTH}
     case = make_case(recipe, config, accumulation=accumulation, more=options)
     columns, goal = packed("kto"), made("kto")
-    loss, gradients = case.gradients(as_batch(columns))
+    found = case.gradients(as_batch(columns))
     router = recipe.startswith("mixtral") and case.recipe.compute.router_loss
     plain, logged = expected(case.reference, columns, goal, router, accumulation)
     assert logged["kl"] > 0
-    plain.backward()
-    assert loss == pytest.approx(plain.item(), rel=1e-5)
-    theirs = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(found, backward(plain, case.reference))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.sft import SHAPES
 from tests.models.test_families_attention import config_of
-from tests.support.cases import LENGTH, PLAIN_LAYERS, ROWS, Case, make_case, one_layer, relative
+from tests.support.cases import LENGTH, PLAIN_LAYERS, ROWS, Case, backward, check_step, make_case, one_layer
 from tests.support.chats import byte_tokenizer
 
 GIVEN = SHAPES[-1]
@@ -51,14 +51,10 @@ def apart(columns: Columns) -> dict[str, torch.Tensor]:
 
 
 def check(case: Case, columns: Columns) -> None:
-    loss, gradients = case.gradients(as_batch(columns))
+    found = case.gradients(as_batch(columns))
     router = {"output_router_logits": True} if case.recipe.compute.router_loss else {}
     expected = case.reference(**apart(columns), **router, use_cache=False).loss
-    expected.backward()
-    theirs = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(found, backward(expected, case.reference))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from tests.support.cases import (
     ROWS,
     SMALL,
     after_steps,
+    check_step,
     make_batch,
     make_case,
     one_layer,
@@ -57,14 +58,7 @@ QWEN2 = {
 def check_gradients(case, tolerance=1e-5, rows=ROWS):
     """The loss and the gradients equal the plain model's."""
     batch = make_batch(case.config, rows=rows)
-    check_equal(case.gradients(batch), case.reference_gradients(batch), tolerance)
-
-
-def check_equal(found, expected, tolerance=1e-5):
-    (loss, gradients), (expected_loss, expected) = found, expected
-    assert loss == pytest.approx(expected_loss, rel=tolerance)
-    worst, name = relative(gradients, expected)
-    assert worst < tolerance, f"{name} is off by {worst}"
+    check_step(case.gradients(batch), case.reference_gradients(batch), tolerance)
 
 
 def entered_for_tpu(case, batch):
@@ -89,7 +83,7 @@ def test_loss_gradients_and_adamw_steps_equal_the_plain_model_in_the_code_that_a
         rows = 2 * case.plan.batch_shards  # few: unoptimised code on two cores takes long for each
         batch = make_batch(case.config, rows=rows)
         found = case.first_step(batch)
-    check_equal(found, case.clipped_reference_gradients(batch))
+    check_step(found, case.clipped_reference_gradients(batch))
     steps = 10 if recipe in TEN else 2  # of the others tests/parity.py takes ten too
     worst, name = after_steps(case, steps, taken=1, rows=rows)
     assert worst < 1e-4, f"{name} is off by {worst} after {steps} steps"
@@ -243,7 +237,7 @@ def test_a_decoder_whose_config_says_is_decoder_false_equals_the_plain_model():
     assert config.is_decoder is False
     case = make_case(recipe, config)
     batch = make_batch(config)
-    check_equal(case.first_step(batch), case.clipped_reference_gradients(batch))
+    check_step(case.first_step(batch), case.clipped_reference_gradients(batch))
     worst, name = after_steps(case, 3, taken=1)
     assert worst < 1e-4, f"{name} is off by {worst} after 3 steps"
 
@@ -259,7 +253,7 @@ def test_devices_that_wait_in_many_collectives_at_once_have_threads_enough():
     model = meta_model(config)
     case = make_case(auto_recipe(model, experts_modules(model), "fsdp=2,expert=4", 8).recipe, config)
     batch = {name: values.reshape(8, 128) for name, values in make_batch(config, rows=64).items()}
-    check_equal(case.first_step(batch), case.clipped_reference_gradients(batch))
+    check_step(case.first_step(batch), case.clipped_reference_gradients(batch))
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -19,7 +19,7 @@ from shardwright.objectives.objective import Objective
 from shardwright.objectives.pairs import PAIRS, PairObjective
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
-from tests.support.cases import PLAIN_LAYERS, make_case, one_layer, relative
+from tests.support.cases import PLAIN_LAYERS, backward, check_near, check_step, make_case, one_layer, relative, says
 from tests.support.chats import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -111,13 +111,7 @@ def test_every_loss_and_its_gradient_are_the_formulas_on_given_logits(objective:
     batch, generator = as_batch(columns), torch.Generator().manual_seed(0)
     by_token = torch.randn((272, 272), generator=generator, requires_grad=True)
 
-    class Model:
-        """Says of the next token what the last one is."""
-
-        def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            return type("Output", (), {"logits": by_token[input_ids]})
-
-    loss, logged = expected(Model(), columns, objective, False)
+    loss, logged = expected(says(by_token), columns, objective, False)
     (theirs,) = torch.autograd.grad(loss, by_token)
     ours = made(objective)
     values = ours.loss(by_token[batch["input_ids"]], batch, ours.counts(batch))
@@ -150,14 +144,10 @@ def test_loss_and_every_gradient_are_the_plain_models(recipe: str, objective: st
     config = one_layer(recipe, **WORDS)
     case = make_case(recipe, config, accumulation=accumulation, more=options_of(objective), **PLAIN_LAYERS)
     columns = packed()
-    loss, gradients = case.gradients(batch_of(columns, objective))
+    found = case.gradients(batch_of(columns, objective))
     router_loss = recipe.startswith("mixtral") and case.recipe.compute.router_loss
     plain, _ = expected(case.reference, columns, objective, router_loss)
-    plain.backward()
-    assert loss == pytest.approx(plain.item(), rel=1e-5)
-    theirs = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(found, backward(plain, case.reference))
 
 
 @pytest.mark.slow
@@ -169,8 +159,7 @@ def test_an_adapters_gradients_are_pefts_and_its_reference_is_the_model_with_it_
     plain.backward()
     assert loss == pytest.approx(plain.item(), rel=1e-5)
     theirs = adapted.in_our_form({key: p.grad.clone() for key, p in adapted.theirs.items()})
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_near(gradients, theirs)
 
     step = ReferenceStep(adapted.case.step.placed)
     (said,) = step([{k: t for k, t in as_batch(columns).items() if k != REFERENCE}])

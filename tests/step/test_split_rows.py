@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
-from tests.support.cases import LENGTH, PLAIN_LAYERS, SMALL, make_batch, make_case, one_layer, relative, small_config
+from tests.support.cases import LENGTH, PLAIN_LAYERS, SMALL, check_step, make_batch, make_case, one_layer, small_config
 from tests.support.jobs import job_of
 
 
@@ -21,11 +21,7 @@ def rows_of(case):
 
 def check_gradients(case, batch=None, expected=None):
     batch = make_batch(case.config, rows=rows_of(case)) if batch is None else batch
-    loss, gradients = case.gradients(batch)
-    expected_loss, theirs = case.reference_gradients(batch) if expected is None else expected
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step(case.gradients(batch), case.reference_gradients(batch) if expected is None else expected)
 
 
 @pytest.mark.parametrize(

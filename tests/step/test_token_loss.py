@@ -15,7 +15,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.models.ops import random_bits
-from tests.support.cases import Case, make_batch, make_case, relative, small_config
+from tests.support.cases import Case, backward, check_step, make_batch, make_case, small_config
 
 SMOOTHING, Z, ALPHA = 0.1, 0.01, 15.0
 TERMS = {"label_smoothing_factor": SMOOTHING, "z_loss": Z, "neftune_noise_alpha": ALPHA}
@@ -61,11 +61,7 @@ def test_loss_and_every_gradient_are_the_plain_models_and_evaluation_is_without_
     case.step.max_grad_norm = 0.0  # no clipping
     loss, gradients = case.first_step(batch, learning_rate=0.0)
     plain, _ = expected(case, batch)
-    plain.backward()
-    assert loss == pytest.approx(plain.item(), rel=1e-5)
-    theirs = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
-    worst, name = relative(gradients, theirs)
-    assert worst < 1e-5, f"{name} is off by {worst}"
+    check_step((loss, gradients), backward(plain, case.reference))
     case.step(batch, step=2, learning_rate=0.0)
     second, (plain, z_loss) = case.step.read_metrics(), expected(case, batch, step=2)
     assert second.loss == pytest.approx(plain.item(), rel=1e-5)

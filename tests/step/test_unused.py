@@ -16,7 +16,7 @@ from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.sharding import fetch
-from tests.support.cases import PLAIN_LAYERS, SMALL, after_steps, make_batch, make_case, relative, train_both
+from tests.support.cases import PLAIN_LAYERS, SMALL, after_steps, check_near, make_batch, make_case, train_both
 from tests.support.jobs import job_of
 
 RECIPE = Recipe(
@@ -61,8 +61,7 @@ def check(case, steps=3, learning_rate=1e-2):
         (case.parameters(), dict(case.reference.named_parameters()), 1e-4),
     ):
         compared = [{k: t for k, t in tensors.items() if noise not in k} for tensors in (ours, theirs)]
-        worst, name = relative(*compared)
-        assert worst < tolerance, f"{name} is off by {worst}"
+        check_near(*compared, tolerance)
     return gradients
 
 

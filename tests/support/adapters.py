@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def make_adapted(
     routing = facts_of(config).routing
     if routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
+    recipe = recipe.computing(**compute)
     given = {"lora_r": 4, "lora_alpha": 6.0, "base_dtype": "float32", "weight_decay": 0.1} | (options or {})
     job = job_of(recipe, config, gradient_accumulation_steps=accumulation, **given)
     assert job.lora is not None

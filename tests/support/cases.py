@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch_xla
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +35,8 @@ from shardwright.xla.batch import place_batch
 from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
+
+Gradients = tuple[float, dict[str, torch.Tensor]]  # and the loss before them
 
 ROWS, LENGTH = 16, 16
 # Layers one by one, as torch runs them: most of the time of a test is to trace a scan or a layer that is recomputed.
@@ -62,7 +66,7 @@ class Case:
     evaluation: EvalStep
     mesh: Any
 
-    def gradients(self, batch: dict[str, torch.Tensor], step: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
+    def gradients(self, batch: dict[str, torch.Tensor], step: int = 1) -> Gradients:
         """Our loss and gradients, under the model's own names, on the CPU; what is random is that of ``step``."""
         split = {k: t.reshape(-1, self.step.accumulation, *t.shape[1:]) for k, t in batch.items()}
         inputs = place_batch(split, self.mesh, self.recipe.batch)
@@ -84,14 +88,13 @@ class Case:
         """Our weights now, under the model's own names, on the CPU."""
         return dict(unstacked(self.plan, self.step.parameters))
 
-    def reference_gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-        loss = reference_loss(self.reference, batch, router_loss=self.recipe.compute.router_loss)
+    def reference_gradients(self, batch: dict[str, torch.Tensor]) -> Gradients:
         self.reference.zero_grad()
-        loss.backward()
-        found = {k: p.grad for k, p in self.reference.named_parameters()}
-        return loss.item(), {k: gradient.clone() for k, gradient in found.items() if gradient is not None}
+        loss = reference_loss(self.reference, batch, router_loss=self.recipe.compute.router_loss)
+        said, found = backward(loss, self.reference)
+        return said, {name: gradient.clone() for name, gradient in found.items()}
 
-    def clipped_reference_gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    def clipped_reference_gradients(self, batch: dict[str, torch.Tensor]) -> Gradients:
         """The reference's loss, and its gradients as `torch.nn.utils.clip_grad_norm_` leaves them at a limit of 1."""
         loss, found = self.reference_gradients(batch)
         torch.nn.utils.clip_grad_norm_(self.reference.parameters(), 1.0)
@@ -131,7 +134,7 @@ def make_case(
     routing = facts_of(config).routing
     if compute.get("experts", recipe.compute.experts) == "capacity" and routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
+    recipe = recipe.computing(**compute)
     options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay, **more}
     job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
@@ -182,10 +185,32 @@ def reference_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], *, ro
     return model(**batch, use_cache=False, **extra).loss
 
 
+def says(by_token: torch.Tensor) -> Callable[..., Any]:
+    """A model that says of the next token what the last one is."""
+    return lambda input_ids, **_: SimpleNamespace(logits=by_token[input_ids])
+
+
 def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The largest relative difference (2-norm) of any tensor, infinite for a NaN, and its name."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     return max((trajectory.relative(ours[k], theirs[k]), k) for k in theirs)
+
+
+def check_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    worst, name = relative(ours, theirs)
+    assert worst < tolerance, f"{name} is off by {worst}"
+
+
+def check_step(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
+    """Loss and gradients are those of the reference."""
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    check_near(found[1], expected[1], tolerance)
+
+
+def backward(loss: torch.Tensor, model: nn.Module) -> Gradients:
+    """The loss, and its gradients, which ``model`` then has."""
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def after_steps(case: Case, steps: int, **more: Any) -> tuple[float, str]:

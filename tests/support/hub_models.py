@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class Placed:
 def place(family: str, config: PretrainedConfig, source: Source, *, scan: bool = True) -> Placed:
     """Places the family's model on 8 devices by its recipe, with the parameters of ``source``."""
     recipe = load_recipe(FAMILIES[family][0])
-    recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
+    recipe = recipe.computing(scan=scan)
     mesh = build_mesh(recipe.mesh)
     job = job_of(recipe, config)
     model = copy.deepcopy(job.assembled)

@@ -100,15 +100,20 @@ class Lives:
         return self.wait()
 
 
+def write_sums(folder: Path, count: int) -> None:
+    """Writes ``count`` files of arithmetic, which a small model learns a little of in seconds."""
+    folder.mkdir(exist_ok=True)
+    for i in range(count):
+        lines = [f"{a} plus {i} makes {a + i}, and {a} times {i} makes {a * i}." for a in range(60)]
+        (folder / f"{i:0{len(str(count - 1))}}.txt").write_text("\n".join(lines))
+
+
 def write_text(folder: Path) -> None:
     """Writes a dataset of ten short files, and beside it the config of a tiny model, in which dropout is at work.
 
     Most of a run is to trace and compile its layers, so it has one.
     """
-    (folder / "text").mkdir()
-    for i in range(10):
-        lines = [f"{a} plus {i} makes {a + i}, and {a} times {i} makes {a * i}." for a in range(60)]
-        (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
+    write_sums(folder / "text", 10)
     (folder / "config.json").write_text(json.dumps({**TINY, "num_hidden_layers": 1, "attention_dropout": 0.1}))
 
 

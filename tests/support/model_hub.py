@@ -8,11 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
+from tests.support.small_hub import Requests
 
 CODES = {"gated": (403, "GatedRepo"), "absent": (404, "RepoNotFound")}
 
@@ -57,7 +59,7 @@ class ModelHub(ThreadingHTTPServer):
         return self.repositories.setdefault(name, Repository())
 
 
-class _Requests(BaseHTTPRequestHandler):
+class _Requests(Requests):
     server: ModelHub
     protocol_version = "HTTP/1.1"
 
@@ -99,24 +101,13 @@ class _Requests(BaseHTTPRequestHandler):
             self.server.served += last + 1 - start
         headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"}
         headers |= {"Content-Range": f"bytes {start}-{last}/{len(data)}"} if asked != "0-" else {}
-        self._reply(206 if asked != "0-" else 200, data[start : last + 1], headers)
+        self.reply(206 if asked != "0-" else 200, data[start : last + 1], headers)
 
     def _error(self, status: int, code: str, commit: str = "") -> None:
-        self._reply(status, b"{}", {"X-Error-Code": code} | ({"X-Repo-Commit": commit} if commit else {}))
+        self.reply(status, b"{}", {"X-Error-Code": code} | ({"X-Repo-Commit": commit} if commit else {}))
 
     def _json(self, values: object) -> None:
-        self._reply(200, json.dumps(values).encode(), {"Content-Type": "application/json"})
-
-    def _reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.reply(200, json.dumps(values).encode(), {"Content-Type": "application/json"})
 
 
 def _oid(data: bytes) -> str:

@@ -21,8 +21,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
@@ -32,13 +31,11 @@ from shardwright.layout.plan import make_plan
 from shardwright.model.facts import ModelFacts
 from shardwright.model.lora_options import lora_of
 from shardwright.model.meta_model import load_config, meta_model
-from shardwright.models.tiny import tiny_config
 from shardwright.weights.hub_read import HubWeights, open_hub_weights
 from shardwright.weights.hub_write import ExportFormat, export
 from tests.model.test_real_configs import REAL
-from tests.support import quantized
-from tests.support.hub_models import save_theirs, tensors_in
-from tests.weights.formats.test_repositories import NEAREST, ROWS, schemes_of
+from tests.support.hub_models import tensors_in
+from tests.weights.formats.test_repositories import ROWS, opened
 
 COLUMNS = ("repository", "format", "loads", "full", "LoRA", "export", "same")
 SETTINGS = {row["name"]: row["quantization_config"] for row in ROWS}
@@ -67,17 +64,7 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def row_of(name: str, kind: str, folder: Path) -> tuple[str, ...]:
     """The table's columns for a small model of ``kind``; raises UserError where a run would."""
-    settings = SETTINGS.get(name)
-    text = AutoConfig.for_model(NEAREST.get(kind, kind)).get_text_config().model_type
-    config: PretrainedConfig = tiny_config(text)
-    save_theirs(folder, config)
-    expected = quantized.quantize(folder, schemes_of(kind, settings) if settings else {}, settings)
-    plain = folder / "plain"
-    plain.mkdir()
-    save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
-    referee = open_hub_weights(str(plain), meta_model(config))
-    config.quantization_config = settings
-    weights = open_hub_weights(str(folder), meta_model(config))
+    config, weights, referee = opened(folder, kind, SETTINGS.get(name))
     facts = ModelFacts(config)
     plan = make_plan(auto_recipe(facts.model, facts.experts, devices=8).recipe, facts.model, 8)
     lora = lora_of(TrainingArguments(recipe=AUTO, num_train_epochs=1, lora_r=4), facts)

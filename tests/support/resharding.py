@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.support.lives import TINY, Lives, write_text
+from tests.support.logs import logged
 
 STEPS, SAVED, ROWS = 9, 6, 8
 MIXTRAL = {
@@ -96,7 +97,7 @@ class Resharding:
         whole = self.unbroken[saved]
         path = whole / f"checkpoint-{SAVED}"
         other = self._run(resumed, f"{whole.name}-{hash(resumed)}", "--resume_from_checkpoint", path)
-        expected, found = _losses(whole), _losses(other)
+        expected, found = logged(whole, "loss"), logged(other, "loss")
         assert len(expected) == len(found) == STEPS
         found_off = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
         return math.inf if any(map(math.isnan, found_off)) else max(found_off)
@@ -109,11 +110,6 @@ class Resharding:
         code = self._servers[setting.devices].run(self.folder / f"{name}.log", *arguments)
         assert code == 0, (self.folder / f"{name}.log").read_text()
         return output
-
-
-def _losses(output: Path) -> list[float]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def main() -> None:

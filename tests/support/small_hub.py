@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from urllib.parse import unquote
 
 from datasets import Dataset
@@ -31,7 +32,22 @@ class Hub(ThreadingHTTPServer):
         return {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0"}
 
 
-class _Requests(BaseHTTPRequestHandler):
+class Requests(BaseHTTPRequestHandler):
+    """Requests of a hub, which nobody logs."""
+
+    def reply(self, status: int, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class _Requests(Requests):
     server: Hub
 
     def do_GET(self) -> None:
@@ -71,16 +87,7 @@ class _Requests(BaseHTTPRequestHandler):
         self._reply(206, content[first : last + 1], **{"Content-Range": place, "ETag": f'"{BLOB}"'})
 
     def _reply(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        headers |= {"X-Repo-Commit": COMMIT, "Content-Type": "application/json", "Content-Length": str(len(body))}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.reply(status, body, {**headers, "X-Repo-Commit": COMMIT, "Content-Type": "application/json"})
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from shardwright.weights.hub_write import export
 from shardwright.weights.weight_files import WEIGHTS
 from tests.support.chats import byte_tokenizer
 from tests.support.hub_models import same, tensors_in
+from tests.support.lives import write_sums
+from tests.support.logs import entries
 
 REAL = json.loads(Path(__file__).with_name("untrained_keys.json").read_text())
 REPOSITORIES = {
@@ -104,9 +106,7 @@ def test_a_run_trains_them_resumes_and_exports_them(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
     config, base = published(tmp_path / "base", "glm4_moe", vocab_size=512, num_hidden_layers=2)
     byte_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "text").mkdir()
-    for i in range(4):
-        (tmp_path / f"text/{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(80)))
+    write_sums(tmp_path / "text", 4)
     options = {
         "model": str(tmp_path / "base"),
         "dataset": str(tmp_path / "text"),
@@ -121,9 +121,8 @@ def test_a_run_trains_them_resumes_and_exports_them(tmp_path, monkeypatch):
     said = io.StringIO()
     train(TrainingArguments(**options, max_steps=1, train_mtp=True), Console(file=said, width=400))
     assert "not trained" not in said.getvalue()
-    history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
-    logged = next(entry for entry in history if "loss" in entry)
-    assert 5 < logged["mtp_loss"] < 8 < logged["loss"] + logged["mtp_loss"]
+    first, *_ = entries(tmp_path / "out", "loss")
+    assert 5 < first["mtp_loss"] < 8 < first["loss"] + first["mtp_loss"]
     with pytest.raises(UserError, match="a checkpoint with MTP layers"):
         train(TrainingArguments(**options, max_steps=2, resume_from_checkpoint="latest"))
     train(TrainingArguments(**options, max_steps=2, train_mtp=True, resume_from_checkpoint="latest"))

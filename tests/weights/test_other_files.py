@@ -99,15 +99,6 @@ def test_files_that_are_not_weights_are_one_message_and_no_code_is_run(tmp_path,
 # ---- GGUF ----
 
 TYPES = ["F16", "BF16", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-GGUF_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def codes(kind: gguf.GGMLQuantizationType, rows: int, columns: int, draw: np.random.Generator) -> np.ndarray:

@@ -28,7 +28,7 @@ from shardwright.weights.weight_files import WEIGHTS
 from shardwright.weights.weight_sources import Source
 from tests.support.chats import byte_tokenizer
 from tests.support.hub_models import same, tensors_in
-from tests.support.lives import TINY
+from tests.support.lives import TINY, write_sums
 
 # Of real repositories: the fields of their configs that tell of MTP, and the names, of the first expert and layer of
 # each kind, that their files hold beyond the model of transformers.
@@ -167,9 +167,7 @@ def options(tmp_path, monkeypatch) -> dict:
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
     write_base(tmp_path / "base", LlamaConfig(**TINY, num_nextn_predict_layers=1, dtype="bfloat16"), MTP)
     byte_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "text").mkdir()
-    for i in range(4):
-        (tmp_path / f"text/{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(80)))
+    write_sums(tmp_path / "text", 4)
     return {
         "recipe": "llama_fsdp",
         "model": str(tmp_path / "base"),

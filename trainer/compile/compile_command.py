@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.errors import UserError
-from shardwright.files.asked_file import write_asked
+from shardwright.files.asked_file import check_writable, write_asked
 from shardwright.report.lines import Terminal, say, waiting
 
 if TYPE_CHECKING:
@@ -64,8 +63,9 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             why="how a step is split, and whether it fits, depends on the chips and their links",
             instead="--topology v5p:4x4x4, or another of libtpu's names",
         )
-    for path in filter(None, (options.report, options.json)):
-        _check_writable(Path(path).expanduser().absolute())
+    for option in ("report", "json"):
+        if path := getattr(options, option):
+            check_writable(path, f"--{option}", "it is written after minutes of compiling")
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     for text in filter(None, (job.job.copies, *plan_warnings(job.job.plan))):
         say(console, f"plan:    {text}")
@@ -89,18 +89,6 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
         finally:  # also of a search that was stopped
             _write(report, job, console, tried, most)
     return 0 if report.fits else DOES_NOT_FIT
-
-
-def _check_writable(path: Path) -> None:
-    """Raises UserError unless a file can be written at ``path``."""
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise UserError(
-            asked=f"the report in {path}",
-            found=f"{path} can't be written" if folder.is_dir() else f"{folder} is no folder that can be written",
-            why="it is written after minutes of compiling",
-            instead="a file in a folder that exists",
-        )
 
 
 def _write(

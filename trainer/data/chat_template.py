@@ -56,7 +56,7 @@ def template_text(asked: str, own: PreTrainedTokenizerBase | None = None) -> str
             return _of_tokenizer(str(path) if os.path.isdir(path) else asked)
         return path.read_text(encoding="utf-8")
     except UserError as error:
-        raise type(error)(asked=f"--chat_template {asked:.200}", found=error.found, why=why, instead=instead) from error
+        raise error.retold(asked=f"--chat_template {asked:.200}", why=why, instead=instead) from error
     except (OSError, ValueError) as error:
         found = in_short(error)[:200]
         raise UserError(asked=f"--chat_template {asked:.200}", found=found, why=why, instead=instead) from error

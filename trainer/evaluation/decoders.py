@@ -186,7 +186,7 @@ def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampl
     generate.check_positions(job.facts, shape.length)
     if not generate.can_cache(job.model):
         return Generator(RowDecoder(placed, shape, sampling), shape)
-    plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))
+    plain = replace(job, recipe=job.recipe.computing(scan=False, remat="none"))
     by_rows = {
         pattern: {axis: placement for axis, placement in layout.items() if placement.is_shard(0)}
         for pattern, layout in job.recipe.activations.items()

@@ -47,12 +47,10 @@ class EvaluationArguments(Checked):
         check_values(self)
         for name in ("model", "adapter", "tokenizer", "include_path", "output_path"):
             self.check_path(name)
-        self.check("num_fewshot", self.num_fewshot is None or self.num_fewshot >= 0, "it counts examples", 5)
+        self.at_least(0, "it counts examples", "num_fewshot", instead=5)
         self.check("limit", self.limit is None or self.limit > 0, "nothing would be measured", 100)
-        self.check(
-            "max_length", self.max_length is None or self.max_length >= 2, "a row needs a token and its target", 2048
-        )
-        self.check("batch_size", self.batch_size >= 1, "it counts rows", 1)
+        self.at_least(2, "a row needs a token and its target", "max_length", instead=2048)
+        self.at_least(1, "it counts rows", "batch_size")
         self.check("tasks", bool(self.task_names), "nothing would be measured", "hellaswag,arc_easy")
 
     @property

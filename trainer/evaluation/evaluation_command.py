@@ -2,14 +2,13 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
-from shardwright.files.asked_file import write_asked
+from shardwright.files.asked_file import check_writable, write_asked
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.report.lines import Terminal, say, waiting
@@ -30,7 +29,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
 
     console = console or Terminal()
     if options.output_path is not None:
-        _check_writable(options.output_path)
+        check_writable(options.output_path, "--output_path", "the results are one JSON file, written after the tasks")
     with waiting(console, "reading the tasks …"):
         manager, tasks, leaves = _load_tasks(options)
 
@@ -101,15 +100,3 @@ def _load_tasks(options: EvaluationArguments) -> tuple[Any, list[Any], list[Any]
         leaves += loaded["tasks"].values()
         found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
     return manager, found, leaves
-
-
-def _check_writable(path: str) -> None:
-    """Refuse a path that can't be written, before minutes of work."""
-    parent = Path(os.path.expanduser(path)).absolute().parent
-    if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(
-            asked=f"--output_path {path}",
-            found="a folder" if Path(path).is_dir() else f"{parent} is no folder that can be written",
-            why="the results are one JSON file",
-            instead="a file in a folder that exists",
-        )

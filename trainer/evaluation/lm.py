@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.from_arguments import stop_tokens
-from shardwright.data.samples.template_trial import try_template
+from shardwright.data.samples.template_trial import rendered
 from shardwright.errors import UserError
 from shardwright.evaluation.decoders import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, seed_of
@@ -74,22 +74,9 @@ class LM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        try_template(self.tokenizer, chat_history)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-            return str(text)
-        except Exception as error:  # of jinja's kinds, and the tokenizer's where there is no template
-            raise UserError(
-                asked="--apply_chat_template",
-                found=f"{type(error).__name__}: {str(error)[:300]}",
-                why="the tokenizer has no template that takes these messages",
-                instead="a tokenizer with a chat_template, or no --apply_chat_template",
-            ) from error
+        instead = "a tokenizer with a chat_template, or no --apply_chat_template"
+        asked = "--apply_chat_template"
+        return rendered(self.tokenizer, chat_history, asked, instead, answer=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The tokens of a text; with special ones as the tokenizer sets them, unless it begins with one already."""

@@ -70,8 +70,7 @@ def teacher_job(student: Job) -> Job:
         job = Job.resolve(found, lambda: student.devices)
         words = vocabulary_of(student, job)
     except UserError as error:
-        asked = f"--teacher {args.teacher}: {error.asked}"
-        raise type(error)(asked=asked, found=error.found, why=error.why, instead=error.instead) from None
+        raise error.retold(asked=f"--teacher {args.teacher}: {error.asked}") from None
     if (top := int(args.goal.numbers["teacher_top_k"])) > words:
         raise UserError(
             asked=f"--teacher_top_k {top}",
@@ -104,9 +103,8 @@ def _check_tokenizer(asked: str, name: str, words: int, tokenizer: PreTrainedTok
         if "--tokenizer" not in error.instead:
             raise
         with_one = "a --teacher whose repository, folder or file holds its tokenizer; --tokenizer is the student's"
-        raise error.with_instead(
-            f"{with_one}; or its safetensors in a folder without one, to go by numbers alone"
-        ) from None
+        instead = f"{with_one}; or its safetensors in a folder without one, to go by numbers alone"
+        raise error.retold(instead=instead) from None
     differs = [(number, token) for token, number in ours.items() if theirs.get(token) != number]
     if differs:
         number, token = min(differs)

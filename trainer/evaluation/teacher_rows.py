@@ -184,7 +184,9 @@ class TaughtCorpus:
                 Folder(part).write(_DONE, str(end).encode())
                 saved = time.monotonic()
         values.flush()
-        _publish(part, self.folder(rows))
+        with written_to_cache(folder := self.folder(rows)):
+            publish(part, folder)
+        shutil.rmtree(part, ignore_errors=True)  # where another host published its own first
 
 
 def _mapped(file: Path, rows: TaughtRows, mode: Literal["r", "r+"]) -> np.memmap:
@@ -197,12 +199,6 @@ def _done(part: Path) -> int:
         return int((part / _DONE).read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _publish(part: Path, folder: Path) -> None:
-    with written_to_cache(folder):
-        publish(part, folder)
-    shutil.rmtree(part, ignore_errors=True)  # where another host published its own first
 
 
 def taught(corpus: Corpus, job: Job, teacher: Job | None, console: Console) -> Corpus:

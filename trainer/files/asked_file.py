@@ -19,6 +19,19 @@ def write_asked(path: str, option: str, text: str, *, new: bool = False) -> None
         ) from error
 
 
+def check_writable(path: str, option: str, why: str) -> None:
+    """Raises UserError unless a file can be written at ``path``, which ``option`` names."""
+    file = os.path.abspath(os.path.expanduser(path))
+    folder = os.path.dirname(file)
+    if os.path.isdir(file):
+        found = "a folder"
+    elif not os.access(file if os.path.exists(file) else folder, os.W_OK):
+        found = "a file that can't be written" if os.path.exists(file) else f"{folder} is no folder that can be written"
+    else:
+        return
+    raise UserError(asked=f"{option} {path}", found=found, why=why, instead="a file in a folder that exists")
+
+
 def check_new(path: str, option: str, example: str, ending: str = "") -> None:
     """Raises UserError unless ``path``, which ``option`` names, can be a new file with that ``ending``."""
     file = os.path.expanduser(path)

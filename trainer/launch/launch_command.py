@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shardwright.arguments.command_line import parse
@@ -17,7 +16,7 @@ from shardwright.errors import UserError
 from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.launch.launch_plan import LaunchPlan, script
 from shardwright.launch.targets import TARGETS, find_target, read_request
-from shardwright.report.lines import Terminal, say
+from shardwright.report.lines import Terminal, say, say_table
 
 _SCRIPT = "run.sh"
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|CREDENTIALS)$", re.IGNORECASE)  # names of variables
@@ -67,10 +66,8 @@ def write(plan: LaunchPlan, folder: Path) -> None:
 
 
 def _show(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    table = Table("file", "lines", box=None, header_style="bold", pad_edge=False)
-    for name, text in plan.files.items():
-        table.add_row(Text(str(folder / name)), str(len(text.splitlines())))
-    console.print(table)
+    files = [(str(folder / name), str(len(text.splitlines()))) for name, text in plan.files.items()]
+    say_table(console, ("file", "lines"), files, header_style="bold")
     for heading, commands in (("Commands", plan.commands), ("Afterwards", plan.afterwards)):
         console.print(Text(f"\n{heading} (in {folder})" if heading == "Commands" else f"\n{heading}", style="bold"))
         for command in commands:

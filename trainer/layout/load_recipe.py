@@ -92,7 +92,7 @@ def _run_file(path: Path) -> dict[str, Any]:
         where = f"recipe file {path}" + (f", line {line}" if line else "")
         if isinstance(error, UserError):
             asked = error.asked if error.asked.startswith("recipe file") else f"{where}: {error.asked}"
-            raise UserError(asked=asked, found=error.found, why=error.why, instead=error.instead) from error
+            raise error.retold(asked=asked) from error
         if isinstance(error, ModuleNotFoundError) and error.name == _OLD:
             raise _renamed(where, f"{error}") from error
         raise UserError(

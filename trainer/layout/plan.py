@@ -289,7 +289,7 @@ def _resolved(
         if mends is None or not (offered := mends.mesh()):
             raise
         fixed = math.prod(recipe.mesh.axes.values()) * math.prod(recipe.mesh.dcn.values())  # negative: one factor is -1
-        raise error.with_instead(", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
+        raise error.retold(instead=", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
     names, aliases = _names_of(model)
     pattern_of = plan_checks.match_lines(recipe, names, mends)
     layouts = {name: shards_of(recipe.lines[pattern], mesh) for name, pattern in pattern_of.items()}

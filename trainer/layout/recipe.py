@@ -272,6 +272,10 @@ class Recipe:
             # a word, as in remat=full; or a literal that Python can't hold
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 changes[name] = value
+        return self.computing(**changes)
+
+    def computing(self, **changes: Any) -> Recipe:
+        """This recipe with other values of ``compute``."""
         return replace(self, compute=replace(self.compute, **changes))
 
     def as_dict(self) -> dict[str, Any]:

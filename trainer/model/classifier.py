@@ -28,7 +28,8 @@ def reward_config(config: PretrainedConfig) -> PretrainedConfig:
 
     Raises UserError if transformers has no such class for the family, or it can't be trained here.
     """
-    own, found, instead = _class_of(type(config)), None, ""
+    own: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    found, instead = None, ""
     if is_multimodal(config):
         found = "a multimodal model, whose class for sequence classification is of text and images"
     elif own is None:
@@ -48,11 +49,6 @@ def reward_config(config: PretrainedConfig) -> PretrainedConfig:
     made = copy.deepcopy(config)
     made.architectures, made.num_labels = [own.__name__ if own else ""], 1
     return made
-
-
-def _class_of(kind: type[PretrainedConfig]) -> type[PreTrainedModel] | None:
-    found: Any = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None)
-    return found
 
 
 def _families() -> list[str]:

@@ -41,14 +41,11 @@ def _log(folder: Folder, there: set[str]) -> list[dict[str, Any]]:
     """The log of the run's start or end, or that of its newest checkpoint if it goes further; so are transformers'."""
     steps = [step for step in noted_steps(folder) if folder_of(folder, step).is_file(STATE)]
     homes = [folder] * (STATE in there) + [folder_of(folder, step) for step in sorted(steps)[-1:]]
-    if log := max((_lines(home, folder) for home in homes), key=_reached, default=[]):
+    logs = (_lines(home, folder) for home in homes)
+    if log := max(logs, key=lambda log: max((line["step"] for line in log), default=0), default=[]):
         return log
     found = f"no line of a log in a {STATE}, here or in a checkpoint"
     raise _refused(folder, found if there else "no such folder, or an empty one")
-
-
-def _reached(log: list[dict[str, Any]]) -> int:
-    return max((line["step"] for line in log), default=0)
 
 
 def _lines(home: Folder, run: Folder) -> list[dict[str, Any]]:

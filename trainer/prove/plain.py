@@ -107,7 +107,7 @@ class PlainModel:
         decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))  # transformers' own rule
         optimizer = Reference(trained, self.job.args, decayed, learning_rate)
         found = Trajectory()
-        with _default_dtype(dtype if dtype == torch.float64 else torch.float32):
+        with default_dtype(dtype if dtype == torch.float64 else torch.float32):
             for step, batch in enumerate(batches, 1):
                 model.zero_grad()
                 loss = self.loss(model, batch, step)
@@ -229,7 +229,7 @@ def _in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """For tensors that a model makes, such as the scalar that it masks with."""
     torch.set_default_dtype(dtype)
     try:

@@ -1,10 +1,10 @@
 """The command behind `scripts/prove.py`: proves a run's recipe on a small model, and leaves a certificate."""
 
-import dataclasses
 import datetime
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,10 @@ def in_coarse(small: SmallJob) -> list[Difference]:
     """The first step's loss and gradients in bfloat16, as near to float32's as the plain model's own in bfloat16."""
     plain, first, rate = plain_model(small.job), make_batches(small.job, 1), small.learning_rate
     theirs, rounding = plain.run(first, rate), plain.run(first, rate, torch.bfloat16)
-    ours = run_sharded(small.with_dtype("bfloat16"), plain.source, first, rate)
+    job = replace(small.job, recipe=small.job.recipe.computing(dtype="bfloat16"))
+    ours = run_sharded(job, plain.source, first, rate)
     found = differences(ours, theirs, rounding, COARSE)
-    return [dataclasses.replace(each, quantity=f"bfloat16 {each.quantity}") for each in found]
+    return [replace(each, quantity=f"bfloat16 {each.quantity}") for each in found]
 
 
 def as_json(

@@ -59,10 +59,6 @@ class SmallJob:
         parts += [f"the formula of {args.entry.title}"] if args.entry.parts else []
         return "; ".join(parts)
 
-    def with_dtype(self, dtype: str) -> Job:
-        recipe = self.job.recipe
-        return replace(self.job, recipe=replace(recipe, compute=replace(recipe.compute, dtype=dtype)))
-
 
 def small_job(run: Job) -> SmallJob:
     """The job that proves ``run``; UserError for options that no referee computes, or a model that can't shrink."""
@@ -87,9 +83,8 @@ def small_job(run: Job) -> SmallJob:
         more["remat"] = "full"
     if recipe.compute.experts == "capacity" and facts.routing is not None:  # nothing is dropped, as in the plain model
         more["capacity_factor"] = facts.routing[1] / facts.routing[0]
-    recipe = replace(recipe, compute=replace(recipe.compute, **more))
     try:
-        job = Job(recipe, args, math.prod(mesh.values()), facts)
+        job = Job(recipe.computing(**more), args, math.prod(mesh.values()), facts)
     except UserError as error:
         raise unproved(error.asked, f"of the shrunk model: {error.found}", error.why, error.instead) from error
     return SmallJob(run, job, tuple(_smaller(run, job)))
@@ -112,20 +107,17 @@ def check_provable(args: TrainingArguments) -> None:
                 "a proof compares with what others compute",
                 f"no --{name}, which proves all the rest",
             )
-    if args.optim not in REFEREES:
-        raise unproved(
-            f"--optim {args.optim}",
-            "no referee of its update here",
-            f"there are those of {', '.join(REFEREES)}",
-            "--optim adamw, which proves all but the update",
-        )
-    if args.objective not in FORMULAS:
-        raise unproved(
-            f"--objective {args.objective}",
-            "no formula of its loss here",
-            f"there are those of {', '.join(FORMULAS)}",
-            "--objective sft, which proves all but the loss",
-        )
+    for name, known, of, plain, what in (
+        ("optim", REFEREES, "referee", "adamw", "update"),
+        ("objective", FORMULAS, "formula", "sft", "loss"),
+    ):
+        if (value := getattr(args, name)) not in known:
+            raise unproved(
+                f"--{name} {value}",
+                f"no {of} of its {what} here",
+                f"there are those of {', '.join(known)}",
+                f"--{name} {plain}, which proves all but the {what}",
+            )
     defaults = TrainingArguments.__dataclass_fields__
     if args.objective == "dpo" and (odd := [n for n in _OF_DPO if getattr(args, n) not in (None, defaults[n].default)]):
         raise unproved(
@@ -227,9 +219,10 @@ def _smaller(run: Job, job: Job) -> list[tuple[str, str, str]]:
         for name, value in now.items()
         if name in was and was[name] != value and isinstance(value, int | float) and not name.endswith("_token_id")
     ]
-    rows.append(("mesh", mesh_text(run.plan.mesh), mesh_text(job.plan.mesh)))
-    rows.append(("tokens a row", f"{run.args.sequence_length:,}", str(job.args.sequence_length)))
-    rows.append(("rows a step", f"{run.rows:,}", str(job.rows)))
-    if run.args.lora_r is not None:
-        rows.append(("rank", str(run.args.lora_r), str(job.args.lora_r)))
+    rows += [
+        ("mesh", mesh_text(run.plan.mesh), mesh_text(job.plan.mesh)),
+        ("tokens a row", f"{run.args.sequence_length:,}", str(job.args.sequence_length)),
+        ("rows a step", f"{run.rows:,}", str(job.rows)),
+        ("rank", str(run.args.lora_r), str(job.args.lora_r)),
+    ]
     return [row for row in rows if row[1] != row[2]]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from shardwright.report.html import render
-from shardwright.report.lines import say
+from shardwright.report.lines import say, say_table
 
 PLACES = 5  # named on the terminal for each finding
 BAR = 30  # characters of the longest bar
@@ -71,12 +71,8 @@ def print_audit(console: Console, view: AuditView) -> None:
         console.print(text, soft_wrap=True)
     if view.samples:
         console.print(Text(f"the loss is on what {'is green' if colored else 'stands in ⟦…⟧'}\n", style="green"))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number, title in enumerate(view.header):
-        table.add_column(title, justify="right" if number > 1 else "left")
-    for row in view.sources:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    header = [Column(title, justify="right" if number > 1 else "left") for number, title in enumerate(view.header)]
+    say_table(console, header, view.sources, padding=(0, 2, 0, 0), header_style="bold")
     say(console, "\ntokens of a sample")
     most = max((count for _, count in view.lengths), default=1)
     wide = max((len(name) for name, _ in view.lengths), default=0)

@@ -4,13 +4,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from shardwright.report.escapes import escaped
@@ -21,13 +21,13 @@ _MINUTE = 60.0  # seconds
 
 
 class Terminal(Console):
-    """A rich console whose texts are escaped, and nothing of its own.
+    """A rich console whose texts are escaped and have no markup, and nothing of its own.
 
     A pipe or a file is as wide as the lines are, unless COLUMNS or ``width`` says otherwise.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
         if not (self.is_terminal or self.is_jupyter or options.get("width") or "COLUMNS" in os.environ):
             self.width = _WIDE
 
@@ -53,6 +53,14 @@ class Terminal(Console):
 def say(console: Console, text: str) -> None:
     """Print ``text`` unchanged and unwrapped: a terminal breaks its own lines, and a file keeps them whole."""
     console.print(Text(text), soft_wrap=True)
+
+
+def say_table(console: Console, header: Sequence[Column | str], rows: Iterable[Sequence[str]], **look: Any) -> None:
+    """Print ``rows`` of texts, unchanged, under a ``header``, if that has any words; ``look``: of rich's table."""
+    table = Table(*header, show_header=any(header), box=None, pad_edge=False, **look)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shardwright.report.html import render
-from shardwright.report.lines import say
+from shardwright.report.lines import say, say_table
 from shardwright.report.units import mesh_text, size
 
 _NAMED = 8  # on the terminal, of what is off
@@ -19,12 +18,8 @@ Certificate = Mapping[str, Any]  # what shardwright.prove.prove_command.as_json 
 
 
 def print_proof(console: Console, proof: Certificate) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("compared", *_QUANTITIES[1:]):
-        table.add_column(title)
-    for row in _quantities(proof):
-        table.add_row(*map(Text, row))
-    console.print(table)
+    header = ("compared", *_QUANTITIES[1:])
+    say_table(console, header, _quantities(proof), padding=(0, 2, 0, 0), header_style="bold")
     wrong = _wrong(proof)
     for what, off, allowed, name in wrong[:_NAMED]:
         text = f"off: {what} of {name}: {off}, where rounding explains {allowed}"

@@ -98,7 +98,7 @@ def is_auto(job: Job) -> bool:
 
 
 def with_remat(job: Job, remat: str | float) -> Job:
-    return replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, remat=remat)))
+    return replace(job, recipe=job.recipe.computing(remat=remat))
 
 
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:

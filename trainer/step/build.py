@@ -167,8 +167,7 @@ def _constrain_output(pattern: str, layout: Layout, mesh: DeviceMesh, module: nn
     try:
         spec = partition_spec(layout, first.dim(), tuple(mesh.shape()))
     except UserError as error:
-        asked += f": {error.asked}"
-        raise UserError(asked=asked, found=error.found, why=error.why, instead=error.instead) from None
+        raise error.retold(asked=f"{asked}: {error.asked}") from None
     placed = sharding.constrain(first, mesh, spec)
     if not several:
         return placed

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,7 +28,7 @@ from shardwright.layout.roles import Roles
 from shardwright.model.base_storage import quantization_settings
 from shardwright.model.classifier import head_of
 from shardwright.models.experts.expert_families import MXFP4, experts_modules
-from shardwright.report.lines import say
+from shardwright.report.lines import say, say_table
 from shardwright.weights.formats import fp8, integers, mxfp4
 from shardwright.weights.formats.format import DEQUANTIZED, Format
 from shardwright.weights.formats.plain_weights import PackedWeight
@@ -187,12 +185,13 @@ class QuantizedTensors:
             )
         if not kinds:
             return
-        table = Table("module", "weights", "median", "worst", box=None, header_style="bold", pad_edge=False)
-        table.title, table.title_justify = "error of the weights read back, ‖difference‖ / ‖weight‖", "left"
-        for kind, errors in sorted(kinds.items()):
-            cells = (kind, f"{len(errors):,}", f"{statistics.median(errors):.2%}", f"{max(errors):.2%}")
-            table.add_row(*map(Text, cells))
-        console.print(table)
+        rows = [
+            (kind, f"{len(errors):,}", f"{statistics.median(errors):.2%}", f"{max(errors):.2%}")
+            for kind, errors in sorted(kinds.items())
+        ]
+        title = "error of the weights read back, ‖difference‖ / ‖weight‖"
+        header = ("module", "weights", "median", "worst")
+        say_table(console, header, rows, header_style="bold", title=title, title_justify="left")
 
 
 def quantize(

@@ -229,7 +229,7 @@ MISTAKES: Mistakes = {
     ),
     "chats for a tokenizer without a template": (
         lambda: chatted("plain"),
-        "no template that takes these messages",
+        "no chat template that takes these messages",
         {"a tokenizer with a chat_template": lambda: chatted("chatml")},
     ),
     "axes over slices that don't divide": (

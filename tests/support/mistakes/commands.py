@@ -225,7 +225,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "an activation of one scanned layer": (
         {"recipe": "one.py"},
-        "which are traced once",
+        "names model.layers.1, and model.layers.0 not",
         {"a line for all of them": {"recipe": "mine.py"}, "Compute(scan=False)": {"compute": "scan=False"}},
     ),
     "biases of routers under an adapter": (

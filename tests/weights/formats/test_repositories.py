@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from shardwright.files.arrays import whole
 from shardwright.model.meta_model import meta_model
 from shardwright.models.tiny import tiny_config
-from shardwright.weights.hub_read import open_hub_weights
+from shardwright.weights.hub_read import HubWeights, open_hub_weights
 from tests.support import quantized
 from tests.support.hub_models import save_theirs
 from tests.support.quantized import PROJECTIONS, Scheme
@@ -68,6 +68,19 @@ def schemes_of(kind: str, settings: dict[str, Any]) -> dict[str, Scheme]:
     return {ALL: {"fp8": quantized.fp8_blocks(), "fbgemm_fp8": quantized.fp8_rows}[method]}
 
 
+def opened(folder: Path, kind: str, settings: Any) -> tuple[PretrainedConfig, HubWeights, HubWeights]:
+    """A small model's config, its weights as a repository of ``settings`` has them, and what these stand for."""
+    config = tiny_config(AutoConfig.for_model(NEAREST.get(kind, kind)).get_text_config().model_type)
+    save_theirs(folder, config)
+    expected = quantized.quantize(folder, schemes_of(kind, settings) if settings else {}, settings)
+    plain = folder / "plain"
+    plain.mkdir()
+    save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
+    referee = open_hub_weights(str(plain), meta_model(config))
+    config.quantization_config = settings
+    return config, open_hub_weights(str(folder), meta_model(config)), referee
+
+
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Repository -> model type and settings; one of those that have the same of both."""
     found = {}
@@ -83,18 +96,7 @@ CASES = cases()
 
 @pytest.mark.parametrize(("kind", "settings"), CASES.values(), ids=CASES)
 def test_a_small_model_in_the_repositorys_own_format_is_read(kind, settings, tmp_path):
-    kind = NEAREST.get(kind, kind)
-    whole_config = AutoConfig.for_model(kind)
-    config = tiny_config(whole_config.get_text_config().model_type)
-    save_theirs(tmp_path, config)
-    schemes = schemes_of(kind, settings)
-    expected = quantized.quantize(tmp_path, schemes, settings)
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
-    referee = open_hub_weights(str(plain), meta_model(config))
-    config.quantization_config = settings
-    weights = open_hub_weights(str(tmp_path), meta_model(config))
+    _, weights, referee = opened(tmp_path, kind, settings)
     print(weights.said)
     assert len(weights.published.packed) > 3
     for name in weights.group_of:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.samples.template_trial import try_template
+from shardwright.data.samples.template_trial import rendered
 from shardwright.errors import UserError, fault, nearest_beside
 
 MOST = 1000  # most prompts of a file: they are answered at each evaluation, and read by a person
@@ -56,16 +56,8 @@ def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     if isinstance(prompt, str):
         text, tokens = prompt, tokenizer.encode(prompt, verbose=False)
     else:
-        try_template(tokenizer, prompt)
-        try:
-            text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # jinja's, or the tokenizer's if there is no template
-            raise UserError(
-                asked="an answer to `messages` of --sample_prompts",
-                found=f"{type(error).__name__}: {str(error)[:300]}",
-                why="the tokenizer has no chat template that takes them",
-                instead="plain prompts, or a tokenizer with a chat_template that knows these roles",
-            ) from error
+        instead = "plain prompts, or a tokenizer with a chat_template that knows these roles"
+        text = rendered(tokenizer, prompt, "an answer to `messages` of --sample_prompts", instead)
         tokens = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if not tokens:
         raise UserError(

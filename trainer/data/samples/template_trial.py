@@ -30,6 +30,28 @@ for prompts in (False, True):
 _tried = set[str]()  # templates
 
 
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Any], asked: str, instead: str, *, answer: bool = True
+) -> str:
+    """The conversation as text, with the beginning of an ``answer`` or open at its last message.
+
+    Raises UserError where no chat template takes it, of what was ``asked`` and ``instead`` of it.
+    """
+    try_template(tokenizer, messages)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answer, continue_final_message=not answer
+        )
+        return str(text)
+    except Exception as error:  # jinja's, or the tokenizer's if there is no template
+        raise UserError(
+            asked=asked,
+            found=f"{type(error).__name__}: {str(error)[:300]}",
+            why="the tokenizer has no chat template that takes these messages",
+            instead=instead,
+        ) from error
+
+
 def try_template(tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None) -> None:
     """Raises UserError if the chat template does not come to an end on the first conversation that it is given."""
     try:

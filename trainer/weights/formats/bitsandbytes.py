@@ -86,7 +86,7 @@ def _runs(where: Slices, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
     return starts, length
 
 
-def _decode_4bit(parts: Parts, state: str) -> Array:
+def _decode_4bit(state: str, parts: Parts, settings: Settings) -> Array:
     values = json.loads(bytes(whole(parts[state]).tolist()))
     shape, size = tuple(values["shape"]), int(values["blocksize"])
     blocks = _Blocks(parts, values, shape, size)
@@ -144,18 +144,17 @@ def _decode_int8(parts: Parts, settings: Settings) -> Array:
     return dequantized(codes.shape, read)
 
 
-def _four_bits(state: str) -> Format:
-    return Format(
+FOUR_BITS = [
+    Format(
         title=f"bitsandbytes {state[-3:].upper()}",
         parts=dict.fromkeys((state, "", _ABSMAX, _MAP), ANY),
-        decode=lambda parts, settings: _decode_4bit(parts, state),
+        decode=partial(_decode_4bit, state),
         plain="",
         optional=(_NESTED, _NESTED_MAP),
         encode=partial(four_bit_table, state),
     )
-
-
-FOUR_BITS = [_four_bits(state) for state in _STATES]
+    for state in _STATES
+]
 INT8 = Format(
     title="bitsandbytes int8",
     parts={".weight": {torch.int8}, ".SCB": ANY},
