@@ -75,6 +75,11 @@ def as_csv(table: str) -> None:
     read(dataset="table.csv")
 
 
+def with_commas() -> None:
+    pandas.read_csv("semicolons.csv", sep=";").to_csv("semicolons.csv", index=False)
+    read(dataset="semicolons.csv")
+
+
 def pictures() -> Dataset:
     records = Dataset.from_dict({"messages": [CHAT] * 99, "image": ["a.png"] * 99})
     return records.cast_column("image", Image())
@@ -129,6 +134,11 @@ MISTAKES: Mistakes = {
             "a .csv file of it (pandas.read_csv(path, sep='\\t'))": lambda: as_csv("table.tsv"),
             "a .txt file": lambda: read(dataset=file("table.txt", "text\tnumber\na\t1\n" * 99)),
         },
+    ),
+    "a table with semicolons": (
+        lambda: read(dataset=file("semicolons.csv", "prompt;completion\n" + "a;b\n" * 99)),
+        "the one column 'prompt;completion'",
+        {"pandas.read_csv(path, sep=';').to_csv(path, index=False)": with_commas},
     ),
     "splits of other names": (
         lambda: pick_splits(["first", "second"], "--dataset a/hub-id"),

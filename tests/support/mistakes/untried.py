@@ -34,7 +34,6 @@ UNTRIED: dict[str, str] = {
     "trainer/monitoring/messages.py check_good": _RUN,
     "trainer/prove/plain.py _adapted": _PACKAGE,
     "trainer/prove/plain.py plain_model": "PEFT's model beside ours, which the proofs make",
-    "trainer/prove/small_job.py check_provable": _FILE,
     "trainer/prove/small_job.py small_config": _FILE,
     "trainer/step/eval_metrics.py _refused": _COMPILES,
     "trainer/step/loss.py _forward": _COMPILES,
