@@ -129,7 +129,7 @@ class Job:
     @functools.cached_property
     def lora(self) -> Lora | None:
         """The weights that LoRA adapts; None: the whole model is trained."""
-        return lora_options.lora_of(self.args, self.facts)
+        return lora_options.lora_of(self.args, self.facts, self.router_loss)
 
     @property
     def adapter_held(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_the_same_records_make_the_same_rows_and_good_and_bad_ones_are_counted()
         ({"prompt": "p", "completion": "a", "label": 2}, "column label: 2, where an answer is a good one, true, or"),
         ({"prompt": "p", "completion": [GIVEN], "label": True}, "column completion: messages behind a prompt"),
         ({"messages": [GIVEN], "label": True}, "column messages: a single one"),
-        ({"prompt": "p", "completion": "a", "label": "yes"}, "prompt, completion and label, which is true for a good"),
+        ({"prompt": "p", "completion": "a", "label": "yes"}, "label has to be true or false"),
         ({"messages": [ASKED, GIVEN]}, "prompt, completion and label, which is true for a good"),
     ],
 )

@@ -29,8 +29,10 @@ from shardwright.models.adapters.lora import Lora, base_of, own_parameters
 from shardwright.models.adapters.peft_families import refused
 
 
-def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
+def lora_of(args: TrainingArguments, facts: ModelFacts, router_loss: bool = False) -> Lora | None:
     """The adapter that the run trains beside the model of ``facts``; None: it trains all weights.
+
+    ``router_loss``: the model's load-balancing loss is part of the loss, which may reach factors that no other does.
 
     Raises UserError if the model lacks a target, or the adapter in the folder can't be continued.
     """
@@ -42,7 +44,7 @@ def lora_of(args: TrainingArguments, facts: ModelFacts) -> Lora | None:
     alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
     targets = _filtered(args, targets_of(args.lora_target, facts.part), facts.part)
     if args.lora_target == ALL:
-        targets = _effective(Lora(args.lora_r, alpha, args.use_rslora, tuple(targets)), facts)
+        targets = _effective(Lora(args.lora_r, alpha, args.use_rslora, tuple(targets)), facts, router_loss)
     # as PEFT trains it for sequence classification
     saved = list(dict.fromkeys([*_saved(args.modules_to_save, model), *head_parameters(model)]))
     targets = [name for name in targets if name not in saved]
@@ -109,11 +111,12 @@ def _filtered(args: TrainingArguments, targets: list[str], part: Part) -> list[s
     return list(left)
 
 
-def _effective(lora: Lora, facts: ModelFacts) -> list[str]:
+def _effective(lora: Lora, facts: ModelFacts, router_loss: bool) -> list[str]:
     """The targets of ``lora`` whose factors take part in the loss, as an indexer's do not, and that PEFT loads."""
     unread = refused(facts.whole.config.model_type)
     targets = [name for name in lora.targets if name.removesuffix(".weight").rpartition(".")[2] not in unread]
-    idle = {base_of(name) for name in unused_parameters(facts, replace(lora, targets=tuple(targets)), False)[0]}
+    unused = unused_parameters(facts, replace(lora, targets=tuple(targets)), router_loss)[0]
+    idle = {base_of(name) for name in unused}
     return [name for name in targets if name not in idle]
 
 

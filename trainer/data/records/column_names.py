@@ -23,13 +23,14 @@ _TEXT = (
     *("content", "raw_content", "body", "document", "article", "passage", "story", "code", "whole_func_string"),
     *("chat", "conversation", "dialogue", "context", "answer", "response", "solution", "output"),
 )
+_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # which need no other name
 _ALSO = ("input", "prompt")  # optional columns that are worth a name
 
 
 def offered(columns: Mapping[str, Any], reads: Sequence[RecordShape]) -> str:
     """The options that read records with these columns (name → feature); empty where no name tells."""
     strings = {name.lower(): name for name, feature in columns.items() if is_string(feature)}
-    turns = next((name for name, feature in columns.items() if _holds_turns(feature)), None)
+    turns = next((n for n, feature in columns.items() if n not in _TURNS and _holds_turns(feature)), None)
     if turns is not None and strings.keys().isdisjoint(_ANSWER) and any(shape.is_chat for shape in reads):
         return f"--columns messages={turns}"
     for shape in sorted(reads, key=lambda shape: "output" not in shape.required):  # the chat template's before others
