@@ -14,6 +14,7 @@ import runpy
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -22,11 +23,12 @@ ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFOR
 def free_ports() -> int:
     """The first of four ports in a row that nobody listens at.
 
-    They lie below those that the system gives to whoever connects (32,768 and up): one of these may be taken by any
-    connection between this and the host's own start.
+    They lie below those that the system gives to whoever connects (often 32,768 and up): one of these may be taken by
+    any connection between this and the host's own start.
     """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
+        port = random.SystemRandom().randrange(10_000, given - 4 if given > 11_000 else 32_000)
         try:
             for number in range(port, port + 4):
                 with socket.socket() as tried:
