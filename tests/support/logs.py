@@ -1,4 +1,4 @@
-"""What the `trainer_state.json` of a run says."""
+"""Readers of a run's `trainer_state.json`."""
 
 import json
 from operator import itemgetter

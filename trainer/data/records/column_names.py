@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.objectives.objective import RecordShape
 
-_ANSWER = ("response", "answer", "solution", "completion", "output", "summary", "target", "long_answer", "reply")
+_ANSWER = ("response", "answer", "solution", "completion", "output", "summary", "long_answer")
 _QUESTION = ("question", "query", "problem", "prompt", "instruction", "input", "dialogue", "document", "article")
 # column → its names elsewhere, in small letters, likeliest first
 _ELSEWHERE = {
@@ -15,9 +15,8 @@ _ELSEWHERE = {
     "output": _ANSWER,
     "completion": _ANSWER,
     "input": ("context",),
-    "chosen": ("response_j", "chosen_response", "response_chosen", "preferred"),
-    "rejected": ("response_k", "rejected_response", "response_rejected", "dispreferred"),
-    "label": ("kto_label", "is_good", "desirable"),
+    "chosen": ("response_j",),
+    "rejected": ("response_k",),
 }
 _TEXT = (
     *("content", "raw_content", "body", "document", "article", "passage", "story", "code", "whole_func_string"),

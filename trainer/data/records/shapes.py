@@ -93,16 +93,16 @@ def _refuse(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]
     if whole is None and not any(shape.is_text for shape in reads):
         raise _unread(asked, f"the columns {', '.join(columns)}", reads, option)
     known, others = "; ".join(", ".join(shape.required) for shape in plain), [option] if option else []
-    for name, shape in [(name, shape) for name, entry in OBJECTIVES.items() for shape in entry.shapes]:
-        if shape not in SHAPES and columns.keys() >= {*shape.required}:
-            known += f"; and {', '.join(shape.required)} with an --objective such as {name}"
-            others.insert(0, f"--objective {name}")
-            break
+    of_others = ((n, each) for n, entry in OBJECTIVES.items() for each in entry.shapes if each not in SHAPES)
+    objective, shape = next((pair for pair in of_others if columns.keys() >= {*pair[1].required}), ("", None))
+    if shape is not None:
+        known += f"; and {', '.join(shape.required)} with an --objective such as {objective}"
+        others.insert(0, f"--objective {objective}")
     if not option and (texts := offered_texts(columns, None)):
         others.append(f"{texts}, to train on that text alone")
     why = f"records have one of these sets of columns: {known}"
     instead = "; or ".join(others if option else [*others, _RENAMED])
-    if whole is not None and (whole not in SHAPES or "--objective" not in instead):
+    if whole is not None and (whole not in SHAPES or shape is None):
         unfit = next(name for name in whole.required if not _fits(name, columns[whole.name_of[name]]))
         needed = "true or false" if unfit in KTO else "a list" if unfit in _LISTS[:3] else "text"
         why, instead = f"{unfit} has to be {needed}", f"each record's {unfit} written as {needed}"
