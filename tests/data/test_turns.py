@@ -70,6 +70,11 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "calls": _steps(3),
     "calls, twice": [*_steps(2), *_steps(1)],
     "two answers in turn": [*CHAT, _message("assistant", "four"), _message("user", "stop"), CHAT[1]],
+    "turns alike, and others between them": [
+        m
+        for said in ("it is 1.", "it is 2.", " it is 3.\n", "<think>\n4\n</think>\n\nit is 4.", "t", "it is 5.")
+        for m in (CHAT[0], _message("assistant", said))
+    ],
     "letters of many bytes": [_message("user", "naïve 東京 🙂?"), _message("assistant", "é🙂 京"), *CHAT],
 }
 
@@ -239,7 +244,7 @@ def test_the_characters_tokenised_and_the_chats_rendered_grow_with_the_turns_not
         ((tokens, _),) = made(counting, "messages", [{"messages": messages}]).values()
         whole = len(counting.decode(tokens))
         assert sum(counting.calls) < (1 + alone) * whole + 200, f"{turns} turns"
-        assert counting.rendered <= (1 + 3 * alone) * turns + 6
+        assert counting.rendered <= turns + 8
 
 
 RECORDS: dict[str, dict[str, Any]] = {

@@ -153,37 +153,47 @@ class Template:
     def renderings(self, chat: Chat, whole: Tokens, turns: Sequence[int]) -> tuple[Rendering, list[Rendering]]:
         """The whole with those of ``turns`` that it has as the model sees them, and each other turn by itself.
 
-        A turn is rendered, to see where it ends, unless one of the same keys, with the same text around its words,
-        ended at its first stop token.
+        A turn is rendered, to see what it says and where it ends, unless one of the same keys, with the same text
+        around its words, ended at its first stop token: then that text, or what it had more, is this one's too.
 
         Raises BadRecord, with the first difference, if what is before a turn is rendered otherwise once it follows.
         """
         shared, alone = Rendering(whole), list[Rendering]()
         stops = [n for n, token in enumerate(whole) if token in self.stops]
-        places, alike = {n: place for place, n in whole.added}, set[Any]()
+        places = {n: place for place, n in whole.added}
+        more = dict[Any, tuple[str, str]]()  # a turn's kind → the text that it has more than in the whole, on each side
         for i in turns:
             message, before = chat.messages[i], self.text(chat, i)
             start, merged = self._shared(whole, before) if whole.text.startswith(before) else (len(whole), False)
             first = stops[at] if (at := bisect.bisect_left(stops, start)) < len(stops) else -1
-            around = _around(message, whole.text[len(before) : places.get(first, 0)])
-            kind = (around, *sorted(key for key, value in message.items() if value))
-            if first >= 0 and kind in alike and not any(word in str(message) for word in self.stop_words):
+            inner = whole.text[len(before) : places.get(first, 0)]
+            kind = (_around(message, inner), *sorted(key for key, value in message.items() if value))
+            known = first >= 0 and kind in more and not any(word in str(message) for word in self.stop_words)
+            if known and not any(more[kind]):
                 shared.turns.append(Turn(i, start, first + 1, merged=merged))
                 continue
-            turn, own = self._rendered(chat, i, before, whole)
-            if own is None:
+            # the text has the words as they are: no white space is cut off, and no reasoning taken out
+            plain = all(words in inner and CLOSED not in words for words in _words(message))
+            if known and plain:
+                own = before + inner.join(more[kind])
+            else:
+                own = self._seen(chat, i, before, self.ended(chat, i))
+            turn, tokens = self._rendered(chat, i, before, own, whole)
+            if tokens is None:
                 shared.turns.append(turn)
                 if turn.stop is None and turn.end == first + 1:
-                    alike.add(kind)
-            elif own.text is whole.text:  # with the stop token that it lacks
-                shared = Rendering(own, [*shared.turns, turn])
+                    more[kind] = ("", "")
+            elif tokens.text is whole.text:  # with the stop token that it lacks
+                shared = Rendering(tokens, [*shared.turns, turn])
             else:
-                alone.append(Rendering(own, [turn]))
+                alone.append(Rendering(tokens, [turn]))
+                if plain and own.startswith(before) and own.count(inner, len(before)) == 1:
+                    left, _, right = own[len(before) :].partition(inner)
+                    more[kind] = (left, right)
         return shared, alone
 
-    def _rendered(self, chat: Chat, i: int, before: str, whole: Tokens) -> tuple[Turn, Tokens | None]:
-        """Turn ``i`` in the tokens of the whole (None), or in others."""
-        own = self._seen(chat, i, before, self.ended(chat, i))
+    def _rendered(self, chat: Chat, i: int, before: str, own: str, whole: Tokens) -> tuple[Turn, Tokens | None]:
+        """Turn ``i`` of the text ``own`` in the tokens of the whole (None), or in others."""
         end = self._end(own, _common(before, own))
         if whole.text.startswith(end):
             return self._span(chat, i, before, end, whole)
@@ -349,6 +359,10 @@ def _letters(text: str) -> str:
 
 def _around(message: Message, text: str) -> str:
     """``text`` without the words of the message."""
-    for words in (text_of(message), *(message[key] for key in SAYS if isinstance(message.get(key), str))):
+    for words in _words(message):
         text = text.replace(words.strip(), "", 1)
     return text
+
+
+def _words(message: Message) -> list[str]:
+    return [text_of(message), *(message[key] for key in SAYS if isinstance(message.get(key), str))]
