@@ -119,6 +119,9 @@ def test_the_distance_of_a_choice_from_another_is_measured() -> None:
     with against_plain.Choices() as near:
         torch.topk(scores + torch.tensor([0.0, 1e-6, 0.0]), k=1, dim=-1)
     assert near.least < 1e-6
+    with against_plain.Choices() as bent:
+        torch.nn.ReLU()(torch.tensor([4.0, 0.0, -1e-6, -4.0]))
+    assert bent.least == pytest.approx(1e-6 / 8**0.5)
 
 
 def test_what_is_only_rounding_is_not_called_wrong() -> None:

@@ -80,8 +80,9 @@ def plain(family: str, published: Mapping[str, Any] | None = None) -> Plain | di
 class Choices(TorchFunctionMode):
     """Inside, the ``least`` distance, relative, of the last that any ``topk`` takes from the first that it leaves.
 
-    Below float32's rounding a choice of experts or keys falls either way, and all that follows with it. Equals don't
-    count: both sides take the first of them.
+    And of what any ``relu`` is given from its bend at 0, as a part of all that it is given. Below float32's rounding a
+    choice of experts or keys, or a slope, falls either way, and all that follows with it. Equals and zeros don't count:
+    both sides take the same of them.
     """
 
     def __init__(self) -> None:
@@ -92,6 +93,10 @@ class Choices(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk):
             self._note(*args, **(kwargs or {}))
+        elif func in (torch.relu, torch.Tensor.relu, torch.nn.functional.relu):
+            given = args[0].detach().abs()
+            apart = given[given > 0] / given.square().mean().sqrt()
+            self.least = min(self.least, apart.min().item() if len(apart) else math.inf)
         return found
 
     def _note(self, values: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> None:

@@ -243,7 +243,7 @@ def test_a_decoder_whose_config_says_is_decoder_false_equals_the_plain_model():
 
 
 def test_devices_that_wait_in_many_collectives_at_once_have_threads_enough():
-    """On 10 threads XLA aborts this step; of shorter rows it would run one operation after another."""
+    """On 8 threads XLA aborts this step; of shorter rows it would run one operation after another."""
     latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
     experts = {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2}
     config = DeepseekV2Config(

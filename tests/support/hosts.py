@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwright.checkpoint import manifest
-from shardwright.xla.virtual_devices import THREADS
+from shardwright.xla.virtual_devices import AT_ONCE
 from tests.support.fork_server import Forked
 from tests.support.host import free_ports
 from tests.support.paths import ROOT
@@ -35,7 +35,7 @@ class HostLives:
 
     def __init__(self, home: Path | None = None, **environment: str) -> None:
         self.living: list[Forked] = []
-        self.environment = {"NPROC": str(THREADS), "SHARDWRIGHT_COMPILED": "", **environment}
+        self.environment = {"NPROC": str(AT_ONCE * DEVICES), "SHARDWRIGHT_COMPILED": "", **environment}
         if home is not None:
             kept = {"SHARDWRIGHT_CACHE": str(home / "cache"), "SHARDWRIGHT_COMPILED": str(home / "compiled")}
             self.environment = {**self.environment, **kept, **environment}

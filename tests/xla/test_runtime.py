@@ -91,5 +91,5 @@ def test_an_abort_of_xla_is_an_error_that_names_what_virtual_devices_wait_for() 
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     done = run("-c", ABORTED, env=environment | {"CPU_NUM_DEVICES": "2"})
     assert done.returncode == 2
-    assert "error: virtual devices: 2, with 64 threads (NPROC)" in done.stderr
+    assert "error: virtual devices: 2, with 16 threads (NPROC)" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,7 +2,8 @@
 
 XLA's CPU client runs an operation as soon as its operands are there, on a thread of its pool, and a collective holds
 its thread until all devices have come to it. With fewer threads than collectives that can wait at once all may wait for
-ever; after 10 s XLA aborts the process.
+ever; after 10 s XLA aborts the process. They are fewer than they look: a device starts the collectives of a program in
+their order, each when the one before it has ended, and only a loop goes on beside those that follow it.
 """
 
 import ctypes
@@ -11,15 +12,16 @@ import signal
 
 from shardwright.errors import UserError
 
-# Steps of recipes let a device wait in 13 to 81 collectives at once (`python -m tests.support.waiting`), but devices
-# come to them in nearly the same order: 16 threads for 8 devices cured the worst model known. Beside 32, 64 cost
-# 6 % of CPU time and 128 10 %; 256 take more address space than some limits allow (8 MiB each, twice).
-THREADS = 64
+# Collectives that a device waits in at once, at most. It is a property of the compiled program, which
+# `python -m tests.support.waiting` computes: one, and as many as there are loops that run beside it. Steps of recipes
+# have 1 to 3; a thread that is not needed costs nothing. When all are stuck, each collective that waits lacks a device,
+# so that fewer than so many threads for each device are held. XLA makes 256 at most.
+AT_ONCE = 8
 
 
 def prepare(devices: int) -> None:
     """Sets XLA's CPU client up, before it is opened, so that virtual devices never starve; what the user set stays."""
-    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS, 4 * devices)))
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, AT_ONCE * devices)))
     # operations one after another where they need not run at once, and none split over threads that others wait for;
     # and fusions by XLA's older code: by the newer one a step compiles for half as long again, and is no faster
     schedule, split = "xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen"
