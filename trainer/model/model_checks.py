@@ -29,8 +29,7 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
 def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> str:
     """The name of the recipe's attention in transformers' registry; for ours, the variant that the model needs."""
     asked = recipe.compute.attention
-    length = min(args.sequence_length, attention_probe.MOST)
-    return attention_probe.our_attention(facts, length) if asked == attention.NAME else asked
+    return attention_probe.our_attention(facts, args.sequence_length) if asked == attention.NAME else asked
 
 
 def _check_family(facts: ModelFacts) -> None:
