@@ -71,6 +71,14 @@ def test_a_job_that_asks_for_isolation_is_refused_where_the_model_leaks() -> Non
         job_of("llama_fsdp", AutoConfig.for_model("stablelm", **TINY), isolate_documents=True)
 
 
+def test_an_objective_on_answers_is_refused_there_by_its_own_name() -> None:
+    config = AutoConfig.for_model("stablelm", **TINY)
+    for packing in (True, False):
+        with pytest.raises(UserError, match="--objective dpo with a model of type 'stablelm'") as refused:
+            job_of("llama_fsdp", config, objective="dpo", packing=packing)
+        assert "isolate_documents" not in str(refused.value)
+
+
 def test_a_model_that_sees_the_tokens_it_predicts_is_found_out() -> None:
     assert not looks_ahead(facts_of(AutoConfig.for_model("llama", **TINY)), "shardwright")
     own = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 128}
