@@ -206,7 +206,7 @@ def _small_model(
 ) -> PreTrainedModel:
     """The model on the CPU in float64, all widths divided by the same number, so that they still fit together.
 
-    ``short``: its windows are shorter than a document of a trial.
+    ``short``: all its windows are shorter than a document of a trial, those that only masks may say too.
     """
     written = json.loads(json.dumps(config.to_dict(), default=str))
     written["architectures"] = None  # a reward model's decoder is seen by its tokens' logits too
@@ -277,7 +277,7 @@ def _narrower(value: Any, factor: int, key: str, short: bool) -> Any:
         return _VOCABULARY
     if key.endswith("_token_id"):
         return min(value, 1)
-    if _REACH.search(key):
-        return min(value, _TOKENS - 2) if short else value  # does not divide a document: a chunk must begin as the document does
+    if _REACH.search(key) and (short or key not in attention.REACHES):
+        return min(value, _TOKENS - 2)  # does not divide a document: a chunk must begin as the document does
     wide = value >= 4 * factor and _WIDTH.search(key)
     return value // factor if wide else value
