@@ -195,7 +195,7 @@ def test_a_trainer_that_has_trained_is_not_trained_anew_and_saves_where_it_is_to
         runs["own"].args = args
         with pytest.raises(UserError, match=f"this trainer has trained to step 2 of \\d+\n(.*\n)*.*{instead}"):
             runs["own"].train()
-    with pytest.raises(UserError, match="this trainer has trained to step \\d+\n(.*\n)*.*max_steps=…"):
+    with pytest.raises(UserError, match=r"this trainer has trained to step \d+\n(.*\n)*.*max_steps=…"):
         runs["given"].train()
     runs["own"].save_model(tmp_path / "copy")
     saved, left = (

@@ -40,9 +40,9 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
 
     Raises UserError if a run would refuse the options before reading, or a file can't be written.
     """
-    datasets = [each.dataset for each in sources_of(args.dataset)] + [*args.eval_sets.values()]
-    outputs = {"--html": shown.html, "--json": shown.json}
-    check_outputs(outputs, "it is written once all data is read", vars(args) | {f"dataset {n}": each for n, each in enumerate(datasets)})
+    datasets = [*(each.dataset for each in sources_of(args.dataset)), *args.eval_sets.values()]
+    inputs = vars(args) | {f"dataset {n}": each for n, each in enumerate(datasets)}
+    check_outputs({"--html": shown.html, "--json": shown.json}, "it is written once all data is read", inputs)
     config = load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
     tokenizer = asked_tokenizer(args, config)
     shapes = shapes_of(args.dataset, args.reads)
