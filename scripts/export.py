@@ -4,10 +4,13 @@ python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-100 --output 
 python scripts/export.py --checkpoint runs/lora/checkpoint-100 --output my-model --merge   # else the adapter alone
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
 import os
 import sys
+from typing import TYPE_CHECKING
 
 # An export touches no device: transformers must not load torch_xla, which takes time and picks one.
 os.environ["USE_TORCH_XLA"] = "0"
@@ -16,6 +19,9 @@ from shardwright.arguments.command_line import Parser
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import Terminal, say
+
+if TYPE_CHECKING:
+    from shardwright.files.folder import Folder
 
 
 def parser() -> Parser:
@@ -69,6 +75,8 @@ def main() -> None:
             why="an export never writes over what another left",
             instead="another --output, or an empty folder",
         )
+    for folder in (output, output.parent):
+        _check_no_run(folder, output)
     saved = RunCheckpoint(Folder(arguments.checkpoint))
     config = saved.config
     base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
@@ -103,6 +111,23 @@ def main() -> None:
                 plain.generation_config = generation
             export(folder, plain, source, saved.tokenizer, form, console, hub)
     say(console, f"written to {output}")
+
+
+def _check_no_run(folder: Folder, output: Folder) -> None:
+    """Refuse an ``output`` in the ``folder`` of a living run, which writes its own model there when it ends."""
+    from shardwright.files.folder import StorageError
+    from shardwright.files.lock import FolderLock
+
+    try:
+        FolderLock(folder, Terminal()).check_free()
+    except UserError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise error.retold(
+            asked=f"--output {output}",
+            why="it writes its own model there when it ends",
+            instead="another --output, or the same command once that run has ended",
+        ) from error
 
 
 def _check_adapter(arguments: argparse.Namespace, adapter: bool) -> None:

@@ -22,7 +22,7 @@ from shardwright.arguments.command_line import Parser
 from shardwright.arguments.help_page import METAVARS, in_brief
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, command
-from shardwright.files.asked_file import check_new, write_asked
+from shardwright.files.asked_file import check_new, check_outputs, write_asked
 from shardwright.hosts.output_streams import exit_code
 from shardwright.xla.light_imports import uncollected
 
@@ -75,6 +75,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()  # of models that are tried small
     if arguments.write is not None:
         _check_made(arguments.write, arguments.recipe)
+    written = {"--write": arguments.write, "--html": arguments.html}
+    check_outputs(written, "it is written once the plan is made", vars(arguments))
     recipe, facts, made = _asked(arguments)
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
     options["train_mtp"] = arguments.train_mtp

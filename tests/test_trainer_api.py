@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from shardwright.step.eval_metrics import (
     token_values,
 )
 from shardwright.weights.hub_push import push_folder
+from shardwright.xla.runtime import one_thread
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.fork_server import run
 from tests.support.jobs import SIZES
@@ -70,6 +72,26 @@ class Halved(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         control.should_training_stop = state.global_step == 2
+
+
+def test_a_second_thread_is_refused_in_words_while_another_has_the_devices(tmp_path: Path) -> None:
+    has, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with one_thread():
+            has.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has.wait(60)
+    for use in (make(tmp_path / "own").train, make(tmp_path / "own").evaluate):
+        with pytest.raises(UserError, match="another one in another thread"):
+            use()
+    done.set()
+    thread.join()
+    with one_thread(), one_thread():
+        assert not (tmp_path / "own").exists()
 
 
 # ---- runs ----
@@ -169,10 +191,12 @@ def test_predictions_and_metrics_are_those_of_the_saved_model_on_the_plain_cpu(r
 @pytest.mark.slow
 def test_a_trainer_that_has_trained_is_not_trained_anew_and_saves_where_it_is_told(runs, tmp_path):
     kept = runs["own"].args
-    for args, instead in [(replace(kept, save_strategy="no"), "own/model"), (kept, "max_steps")]:
+    for args, instead in [(replace(kept, save_strategy="no"), "own/model"), (kept, "instead: train.resume_from")]:
         runs["own"].args = args
-        with pytest.raises(UserError, match=f"this trainer has trained to step 2\n(.*\n)*.*{instead}"):
+        with pytest.raises(UserError, match=f"this trainer has trained to step 2 of \\d+\n(.*\n)*.*{instead}"):
             runs["own"].train()
+    with pytest.raises(UserError, match=r"this trainer has trained to step \d+\n(.*\n)*.*max_steps=…"):
+        runs["given"].train()
     runs["own"].save_model(tmp_path / "copy")
     saved, left = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -78,7 +78,7 @@ class Start:
     def claimed(self) -> Iterator[None]:
         """Hold the output folder inside the ``with``: of several hosts the first does, for all."""
         first = {*self.job.as_texts(), RUN_FILE, PAGE, LIVES}
-        with hosts().answerable(), output_folder.claimed_by_all(self.lock, first):
+        with runtime.one_thread(), hosts().answerable(), output_folder.claimed_by_all(self.lock, first):
             yield
 
     def weights_said(self, resume: RunCheckpoint | None) -> str:
@@ -213,6 +213,7 @@ def _close(loop: TrainingLoop, console: Console) -> None:
         say(console, f"{what + ':':<10}{line}")
 
 
+@runtime.one_thread()
 def prepare(
     args: TrainingArguments,
     given: RunInputs,

@@ -235,15 +235,7 @@ class Trainer(Outputs):
         else:
             start = self._start
             if self._loop.train_step.begun:
-                raise UserError(
-                    asked="train() once more",
-                    found=f"this trainer has trained to step {self._loop.state.global_step}",
-                    why="a run has one output folder, one learning rate schedule and one log",
-                    instead=f"another Trainer, of the model {self.args.output_dir}/model: no checkpoint is kept"
-                    if self.args.save_strategy == "no"
-                    else "another Trainer; or, to go on, trainer.args = replace(trainer.args, max_steps=…) and "
-                    "train(resume_from_checkpoint=True); `replace` is that of dataclasses",
-                )
+                raise self._trained(self._loop)
             find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
         if start.job.lora is None:
             self._given.check_frozen(start.job.facts)
@@ -254,6 +246,25 @@ class Trainer(Outputs):
             loop.trained.into(self._given.model)
         metrics = next((entry for entry in reversed(loop.state.log_history) if "train_runtime" in entry), {})
         return TrainOutput(loop.state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
+
+    def _trained(self, loop: TrainingLoop) -> UserError:
+        """The refusal of a second :meth:`train` after that of ``loop``."""
+        at, most = loop.state.global_step, loop.args.max_steps
+        if self.args.save_strategy == "no":
+            instead = f"another Trainer, of the model {self.args.output_dir}/model: no checkpoint is kept"
+        elif at < most:
+            instead = "train(resume_from_checkpoint=True), which goes on from the newest checkpoint; or another Trainer"
+        else:
+            instead = (
+                "another Trainer; or, to go on, trainer.args = replace(trainer.args, max_steps=…) and "
+                "train(resume_from_checkpoint=True); `replace` is that of dataclasses"
+            )
+        return UserError(
+            asked="train() once more",
+            found=f"this trainer has trained to step {at}{f' of {most}' if at < most else ''}",
+            why="a run has one output folder, one learning rate schedule and one log",
+            instead=instead,
+        )
 
     def evaluate(
         self,

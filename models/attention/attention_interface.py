@@ -33,6 +33,8 @@ MASKED = "shardwright_masked"
 ONE_DEVICE = KernelLayout()
 # attributes of a module: its kernel layout, and the chunk size of its layer (0: no chunks)
 _LAYOUT = "_shardwright_kernel_layout"
+# fields of a config: how many positions a token sees, and in what pieces of a row
+REACHES = ("sliding_window", "attention_chunk_size")
 _CHUNK = "_shardwright_chunk"
 # class of a module → its forward under our attention: the same numbers, in operations that XLA can run
 FORWARDS: dict[str, Callable[..., Any]] = {
@@ -247,7 +249,8 @@ def _refuse_unsupported(module: nn.Module, query: Tensor, key: Tensor, kwargs: d
     for name in sorted(kwargs.keys() - _KNOWN):
         checks.append((kwargs[name] is not None, repr(name), "it may change the scores; use 'eager' for this model"))
     # some families express their window only as a mask
-    unsaid = {"sliding_window"} - kwargs.keys() | ({"attention_chunk_size"} if not hasattr(module, _CHUNK) else set())
+    window, chunk = REACHES
+    unsaid = {window} - kwargs.keys() | ({chunk} if not hasattr(module, _CHUNK) else set())
     for name in sorted(unsaid):
         limit = getattr(getattr(module, "config", None), name, None)
         found = mask is None and limit and limit < length

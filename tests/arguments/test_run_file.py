@@ -158,6 +158,7 @@ def test_a_file_is_read_as_yaml_1_2_and_lists_and_mappings_as_options_write_them
     assert (args.mesh, args.lr_scheduler_kwargs) == ("fsdp=4,expert=2", {"min_lr_rate": 0.1})
     assert (args.dataset, args.eval_dataset) == ("a.jsonl:0.7,owner/chats#train:0.3", "chat=b.jsonl,code=c.jsonl")
     assert (asked_limit(with_files(words)), args.seed) == (2, 42)
+    assert TrainingArguments(**read_options(words[1])) == args, "in Python as in a file"
     # LLaMA-Factory's, and transformers' rule for two ways to say a warm-up
     (tmp_path / "run.yaml").write_text("stage: dpo\ncutoff_len: 64\nwarmup_ratio: 0.1\nwarmup_steps: 0\n")
     (args,) = parse([TrainingArguments], words, None)

@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from shardwright.errors import UserError
-from shardwright.model.attention_probe import leak, looks_ahead
+from shardwright.model.attention_probe import leak, looks_ahead, our_attention
 from shardwright.model.facts import facts_of
+from shardwright.models.attention.attention_interface import MASKED, NAME
 from tests.support.jobs import job_of
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -21,6 +22,7 @@ ISOLATE: dict[str, dict[str, Any]] = {
     "qwen3_moe": TINY | EXPERTS | {"head_dim": 32},
     "gemma2": TINY | {"head_dim": 64, "sliding_window": 4096},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "phimoe": TINY | EXPERTS | {"sliding_window": 4096},  # said by masks alone
 }
 # each for a reason of its own
 LEAK: dict[str, dict[str, Any]] = {
@@ -53,6 +55,12 @@ def test_a_model_that_can_not_be_tried_counts_as_one_that_leaks() -> None:
     assert "can't be tried: its logits are not finite" in str(leak(facts_of(config)))
 
 
+@pytest.mark.parametrize(("length", "name"), [(128, NAME), (300, NAME), (301, MASKED), (4096, MASKED)])
+def test_a_window_that_masks_alone_say_is_seen_however_long_the_row(length: int, name: str) -> None:
+    config = AutoConfig.for_model("phimoe", **TINY | EXPERTS, sliding_window=300)
+    assert our_attention(facts_of(config), length) == name
+
+
 def test_the_real_sizes_are_tried_small() -> None:
     config = AutoConfig.for_model("mixtral")  # 8x7B
     assert leak(facts_of(config)) is None
@@ -61,6 +69,14 @@ def test_the_real_sizes_are_tried_small() -> None:
 def test_a_job_that_asks_for_isolation_is_refused_where_the_model_leaks() -> None:
     with pytest.raises(UserError, match="--isolate_documents with a model of type 'stablelm'"):
         job_of("llama_fsdp", AutoConfig.for_model("stablelm", **TINY), isolate_documents=True)
+
+
+def test_an_objective_on_answers_is_refused_there_by_its_own_name() -> None:
+    config = AutoConfig.for_model("stablelm", **TINY)
+    for packing in (True, False):
+        with pytest.raises(UserError, match="--objective dpo with a model of type 'stablelm'") as refused:
+            job_of("llama_fsdp", config, objective="dpo", packing=packing)
+        assert "isolate_documents" not in str(refused.value)
 
 
 def test_a_model_that_sees_the_tokens_it_predicts_is_found_out() -> None:

@@ -53,6 +53,19 @@ def test_all_linear_leaves_out_what_is_no_linear_layer_has_no_gradient_or_is_ref
     assert all(any(word in name for word in without) for name in left)
 
 
+def test_an_adapter_of_what_has_no_gradient_is_refused_with_a_mend_for_the_way_it_was_given(tmp_path):
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_a_proj", "wq_b"]}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    for options, mend in (
+        ({"lora_r": 4, "lora_target": "q_a_proj,wq_b"}, "a --lora_target without it"),
+        ({"adapter": str(tmp_path)}, "--lora_r 16 without --adapter"),
+    ):
+        args = TrainingArguments(recipe="auto", sequence_length=32, **options)
+        with pytest.raises(UserError, match=r"indexer\.wq_b\.\S+ takes no part in the loss") as refused:
+            Job.resolve(args, lambda: 8, config=tiny_config("glm_moe_dsa"))
+        assert mend in refused.value.instead
+
+
 def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
     job = job_of("mixtral_ep", lora_r=4, lora_target="q_proj,experts.down_proj,lm_head", lora_alpha=6.0)
     assert [name for name in job.lora.targets if "layers.0" in name or "head" in name] == [

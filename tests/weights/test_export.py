@@ -15,6 +15,7 @@ from shardwright.checkpoint.write import CheckpointWriter, run_texts
 from shardwright.errors import UserError
 from shardwright.files.arrays import whole
 from shardwright.files.folder import Folder
+from shardwright.files.lock import FolderLock
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.stacking import is_stacked
 from shardwright.model.meta_model import meta_model
@@ -240,6 +241,22 @@ def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_
         assert exit_code(script.main) == 2
         assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_the_script_refuses_the_model_of_a_run_that_lives(tmp_path, capsys, monkeypatch):
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import export as script
+
+    arguments = ["export.py", "--checkpoint", str(tmp_path / "run" / "checkpoint-1"), "--output"]
+    with FolderLock(Folder(tmp_path / "run")):
+        for name in ("run/model", "run/model/"):
+            monkeypatch.setattr("sys.argv", [*arguments, str(tmp_path / name)])
+            assert exit_code(script.main) == 2
+            assert "found:   a run that writes there: process" in (said := capsys.readouterr().err)
+            assert "instead: another --output, or the same command once that run has ended" in said
+    assert not (tmp_path / "run" / "model").exists()
+    assert exit_code(script.main) == 2
+    assert "a whole checkpoint-N" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_the_folder_as_it_was_and_the_same_command_then_writes_it(

@@ -16,7 +16,7 @@ from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.errors import UserError
-from shardwright.files.asked_file import check_writable, write_asked
+from shardwright.files.asked_file import check_outputs, write_asked
 from shardwright.report.lines import Terminal, say, waiting
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
             why="how a step is split, and whether it fits, depends on the chips and their links",
             instead="--topology v5p:4x4x4, or another of libtpu's names",
         )
-    for option in ("report", "json"):
-        if path := getattr(options, option):
-            check_writable(path, f"--{option}", "it is written after minutes of compiling")
+    outputs = {"--report": options.report, "--json": options.json}
+    check_outputs(outputs, "it is written after minutes of compiling", vars(args))
     job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     for text in filter(None, (job.job.copies, *plan_warnings(job.job.plan))):
         say(console, f"plan:    {text}")

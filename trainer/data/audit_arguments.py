@@ -1,7 +1,6 @@
 """The audit's own options, beside those of a run."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwright.arguments.option_values import Checked, check_values, option
 
@@ -17,7 +16,4 @@ class AuditArguments(Checked):
     def __post_init__(self) -> None:
         check_values(self)
         self.check("show", self.show >= 0, "it is a number of samples", 3)
-        for name in ("html", "json"):
-            self.check_path(name)
-            path = getattr(self, name)
-            self.check(name, path is None or not Path(path).is_dir(), "it is a folder, not a file", "audit.html")
+        self.check_path("html", "json")

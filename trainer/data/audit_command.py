@@ -18,10 +18,10 @@ from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.corpus import load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, check_records, data_options
 from shardwright.data.records.document_stream import DocumentStream
-from shardwright.data.rows.mixture import shapes_of
+from shardwright.data.rows.mixture import shapes_of, sources_of
 from shardwright.data.samples.samples import Sample
 from shardwright.errors import UserError
-from shardwright.files.asked_file import write_asked
+from shardwright.files.asked_file import check_outputs, write_asked
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
@@ -40,6 +40,9 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
 
     Raises UserError if a run would refuse the options before reading, or a file can't be written.
     """
+    datasets = [*(each.dataset for each in sources_of(args.dataset)), *args.eval_sets.values()]
+    inputs = vars(args) | {f"dataset {n}": each for n, each in enumerate(datasets)}
+    check_outputs({"--html": shown.html, "--json": shown.json}, "it is written once all data is read", inputs)
     config = load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
     tokenizer = asked_tokenizer(args, config)
     shapes = shapes_of(args.dataset, args.reads)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
-from shardwright.files.asked_file import check_writable, write_asked
+from shardwright.files.asked_file import check_outputs, write_asked
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.report.lines import Terminal, say, waiting
@@ -28,8 +28,8 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     from shardwright.evaluation.open_model import open_model
 
     console = console or Terminal()
-    if options.output_path is not None:
-        check_writable(options.output_path, "--output_path", "the results are one JSON file, written after the tasks")
+    written = {"--output_path": options.output_path}
+    check_outputs(written, "the results are one JSON file, written after the tasks", vars(options))
     with waiting(console, "reading the tasks …"):
         manager, tasks, leaves = _load_tasks(options)
 

@@ -1,6 +1,7 @@
 """Files that an option asks for."""
 
 import os
+from collections.abc import Mapping
 
 from shardwright.errors import UserError
 
@@ -17,6 +18,30 @@ def write_asked(path: str, option: str, text: str, *, new: bool = False) -> None
             why="it can't be written there",
             instead="a file in a folder that is there and can be written to",
         ) from error
+
+
+def check_outputs(written: Mapping[str, str | None], why: str, read: Mapping[str, object]) -> None:
+    """Raises UserError unless each option can write the file it names, and no two options name the same file.
+
+    ``written``: option → its file, None for none. ``read``: name of each option → its value, of which the paths of
+    files count.
+    """
+    others = [value for name, value in read.items() if f"--{name}" not in written]
+    inputs = [os.path.expanduser(path) for path in others if isinstance(path, str)]
+    taken = {os.path.realpath(path): "a file that is read" for path in inputs if os.path.isfile(path)}
+    for option, path in written.items():
+        if path is None:
+            continue
+        check_writable(path, option, why)
+        file = os.path.realpath(os.path.expanduser(path))
+        if file in taken:
+            raise UserError(
+                asked=f"{option} {path}",
+                found=taken[file],
+                why="what is written last would be all that is left",
+                instead="another file",
+            )
+        taken[file] = f"the file of {option} too"
 
 
 def check_writable(path: str, option: str, why: str) -> None:

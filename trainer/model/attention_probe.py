@@ -39,6 +39,7 @@ _NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 def our_attention(facts: ModelFacts, length: int) -> str:
     """The one of our attentions under which the model runs at ``length`` tokens, tried on meta, without values.
 
+    Of more than :data:`MOST` tokens a shorter row is tried, with what is narrower than the row narrower than that.
     ``NAME`` comes first, as the masks of ``MASKED`` are as large as a row's square. Raises UserError if the model asks
     attention for something that neither supports, or looks at values.
     """
@@ -64,14 +65,18 @@ def our_attention(facts: ModelFacts, length: int) -> str:
 
 
 def _runs_on_meta(model: PreTrainedModel, name: str, length: int) -> Exception | None:
-    model = copy.deepcopy(model).eval()
+    model, tried = copy.deepcopy(model).eval(), min(length, MOST)
+    text = model.config.get_text_config()
+    for reach in attention.REACHES:
+        if tried <= (getattr(text, reach, None) or 0) < length:
+            setattr(text, reach, tried - 1)
     torch.nn.Module.to(model, "meta")
     attention.choose(model, name)
     if experts_modules(model):
         experts.choose(model, "dense")  # the only one whose shapes depend on no value and no device
     try:
         with torch.no_grad(), attention.masks_without_reads():
-            model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=False)
+            model(input_ids=torch.zeros(1, tried, dtype=torch.long, device="meta"), use_cache=False)
     except Exception as error:  # a family's code may raise anything when it looks at values
         return error
     return None
@@ -123,11 +128,18 @@ def _difference(
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for matrices this small more threads would wait longer than they work
-    try:
-        model = _small_model(config, build)
+
+    def results(short: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = _small_model(config, build, short)
         attention.choose(model, name)
         with torch.no_grad(), attention.masks_without_reads():
-            first, second = run(model)
+            return run(model)
+
+    try:
+        try:
+            first, second = results(short=True)
+        except attention.Unsupported:  # windows that only masks say: this attention then runs rows within them alone
+            first, second = results(short=False)
     except Exception as error:  # a family's code raises anything at sizes or arguments that it does not know
         return in_short(error)
     finally:
@@ -189,15 +201,20 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
         return model(input_ids=ids, use_cache=False, **documents).logits
 
 
-def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
-    """The model on the CPU in float64, all widths divided by the same number, so that they still fit together."""
+def _small_model(
+    config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], short: bool
+) -> PreTrainedModel:
+    """The model on the CPU in float64, all widths divided by the same number, so that they still fit together.
+
+    ``short``: all its windows are shorter than a document of a trial, those that only masks may say too.
+    """
     written = json.loads(json.dumps(config.to_dict(), default=str))
     written["architectures"] = None  # a reward model's decoder is seen by its tokens' logits too
     config = AutoConfig.for_model(**written)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
     narrow = {
-        key: _joined(value, text.hidden_size, factor) if key in beside else _narrower(value, factor, key)
+        key: _joined(value, text.hidden_size, factor) if key in beside else _narrower(value, factor, key, short)
         for key, value in written.items()
     }
     config = AutoConfig.for_model(**narrow)
@@ -245,10 +262,10 @@ def _factor(config: PretrainedConfig) -> int:
     return max(powers, default=1)
 
 
-def _narrower(value: Any, factor: int, key: str = "") -> Any:
-    """A config's values with every width divided by ``factor``, and a vocabulary of 64 tokens."""
+def _narrower(value: Any, factor: int, key: str, short: bool) -> Any:
+    """A config's values with every width divided by ``factor``, a vocabulary of 64 tokens, and ``short`` windows."""
     if isinstance(value, dict):
-        return {name: _narrower(inner, factor, name) for name, inner in value.items()}
+        return {name: _narrower(inner, factor, name, short) for name, inner in value.items()}
     if isinstance(value, list) and key.endswith("section"):  # RoPE's frequencies: their sum fits the head
         parts = [entry // factor for entry in value]
         return [*parts[:-1], sum(value) // factor - sum(parts[:-1])]
@@ -260,7 +277,7 @@ def _narrower(value: Any, factor: int, key: str = "") -> Any:
         return _VOCABULARY
     if key.endswith("_token_id"):
         return min(value, 1)
-    if _REACH.search(key):
+    if _REACH.search(key) and (short or key not in attention.REACHES):
         return min(value, _TOKENS - 2)  # does not divide a document: a chunk must begin as the document does
     wide = value >= 4 * factor and _WIDTH.search(key)
     return value // factor if wide else value

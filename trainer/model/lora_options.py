@@ -214,9 +214,15 @@ def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingA
         )
     idle = [name for name, p in own_parameters(adapted).items() if name in unused and p.requires_grad]
     if idle:
+        instead = "a --lora_target without it, or a --modules_to_save"
+        if args.adapter is not None:
+            instead = (
+                "a new adapter, --lora_r 16 without --adapter, beside the model into which PEFT's merge_and_unload() "
+                "merged this one"
+            )
         raise UserError(
             asked=f"an adapter of {base_of(idle[0]) or idle[0]}",
             found=f"{idle[0]} takes no part in the loss",
             why="the model uses the weight in another way than as a linear layer, and the adapter would do nothing",
-            instead="a --lora_target without it, or a --modules_to_save",
+            instead=instead,
         )

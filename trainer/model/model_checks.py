@@ -1,6 +1,6 @@
 """Checks that a model can be trained as asked: each refuses options that would change its numbers or mean nothing."""
 
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.recipe import Recipe
@@ -18,7 +18,7 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
     _check_head(args, facts)
     name = attention_of(recipe, args, facts)
     if args.isolate_documents:
-        _check_isolation(recipe, facts, name)
+        _check_isolation(recipe, args, facts, name)
     _check_split_rows(recipe, facts, name)
     _check_positions(args, facts)
     _check_causal(name, facts)
@@ -29,8 +29,7 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
 def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> str:
     """The name of the recipe's attention in transformers' registry; for ours, the variant that the model needs."""
     asked = recipe.compute.attention
-    length = min(args.sequence_length, attention_probe.MOST)
-    return attention_probe.our_attention(facts, length) if asked == attention.NAME else asked
+    return attention_probe.our_attention(facts, args.sequence_length) if asked == attention.NAME else asked
 
 
 def _check_family(facts: ModelFacts) -> None:
@@ -62,23 +61,34 @@ def _check_head(args: TrainingArguments, facts: ModelFacts) -> None:
         )
 
 
-def _check_isolation(recipe: Recipe, facts: ModelFacts, name: str) -> None:
+def _check_isolation(recipe: Recipe, args: TrainingArguments, facts: ModelFacts, name: str) -> None:
+    what, asked, instead = _kept_apart(args)
     if recipe.compute.attention != attention.NAME:
         raise UserError(
-            asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
+            asked=f"{asked} with attention={recipe.compute.attention!r}",
             found="an attention of transformers' own",
             why="it does not know documents by their segment_ids: tokens would see other documents",
             instead=f"--compute attention={attention.NAME}, the default",
         )
     if (found := attention_probe.leak(facts, name)) is not None:
         raise UserError(
-            asked=f"--isolate_documents with a model of type {facts.config.model_type!r}",
+            asked=f"{asked} with a model of type {facts.config.model_type!r}",
             found=found,
-            why="only a model that was seen to keep documents apart trains so: others drop segment_ids or positions on "
+            why=f"only a model that was seen to keep {what} apart trains so: others drop segment_ids or positions on "
             "the way, or mix tokens by other means than attention",
-            instead="no --isolate_documents, and documents follow one another in a row; for samples "
-            "--packing false, a row for each; or a model such as llama",
+            instead=instead,
         )
+
+
+def _kept_apart(args: TrainingArguments) -> tuple[str, str, str]:
+    """What a row's segments are, what asks for them to be kept apart, and what asks for none."""
+    other = "a model such as llama"
+    if args.goal.groups is not None:
+        return "the answers of a row", f"--objective {args.objective}", f"{other}, or --objective sft"
+    if isinstance(args, Settings) and args.isolates_samples:
+        return "samples", "samples packed into rows", f"--packing false, a row for each; or {other}"
+    no = "no --isolate_documents, and documents follow one another in a row"
+    return "documents", "--isolate_documents", f"{no}; or {other}"
 
 
 def _check_split_rows(recipe: Recipe, facts: ModelFacts, name: str) -> None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardwright.xla.program_cache import KEPT
 VIRTUAL_DEVICES = 8
 MEETING_PORT = 8546  # torch_xla's own coordinator gets the next one, 8547 as by default
 _PORTS = 1 << 16
+_IN_USE = threading.RLock()  # by a thread's run: a callback of it may evaluate
 _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails beyond it
 
 
@@ -266,3 +268,20 @@ def _chip_on_the_bus() -> Chip | None:
 
     _, version = num_available_tpu_chips_and_device_id()
     return CHIPS.get(version.name) if version is not None else None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, no other thread of the process makes or runs a job; UserError if one does already."""
+    if not _IN_USE.acquire(blocking=False):
+        raise UserError(
+            asked="a run, or an evaluation, in a thread",
+            found="another one in another thread of this process",
+            why="models are tried and steps are traced with what is set for the whole process, and its devices are one "
+            "run's",
+            instead="one after the other, or a process for each",
+        )
+    try:
+        yield
+    finally:
+        _IN_USE.release()

@@ -204,6 +204,15 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         {"model": "mamba.json", "recipe": "auto", "isolate_documents": True},
         "only a model that was seen to keep documents apart",
     ),
+    "answers apart, in a model that mixes them": (
+        {"model": "mamba.json", "recipe": "auto", "dataset": "pairs.jsonl", "objective": "dpo"},
+        "only a model that was seen to keep the answers of a row apart",
+        {"llama": {"model": "llama.json"}, "--objective": {"objective": "sft", "dataset": "few.jsonl"}},
+    ),
+    "samples apart, in a model that mixes them": (
+        {"model": "mamba.json", "recipe": "auto", "dataset": "few.jsonl"},
+        "only a model that was seen to keep samples apart",
+    ),
     "a config that is none": (
         {"model": "text/0.txt"},
         "no transformers config can be read",

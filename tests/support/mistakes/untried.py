@@ -39,7 +39,7 @@ UNTRIED: dict[str, str] = {
     "trainer/step/loss.py _forward": _COMPILES,
     "trainer/step/loss.py _own": _COMPILES,
     "trainer/step/loss.py _with_objective": _COMPILES,
-    "trainer/trainer.py train": _RUN,
+    "trainer/trainer.py _trained": _RUN,
     "trainer/weights/gguf_file.py _package": _PACKAGE,
     "trainer/weights/hub_push.py push_folder": "the hub",
     "trainer/weights/quantize.py _check_written": "GPTQ's codes, which only calibration makes",

@@ -2,11 +2,12 @@
 
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from shardwright.arguments.known_flags.entry import word
-from shardwright.arguments.known_flags.flag_words import refusal
+from shardwright.arguments.known_flags.flag_words import refusal, text_of
 from shardwright.arguments.known_flags.translate import Translation, look_up, translated
 from shardwright.errors import UserError
 
@@ -14,12 +15,18 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def takes_known_flags(kind: Kind) -> Kind:
-    """Make the dataclass ``kind`` of options take other trainers' too; UserError names all that it can't take."""
+    """Make the dataclass ``kind`` of options take other trainers' too; UserError names all that it can't take.
+
+    A mapping is taken for what a file of options would have of it.
+    """
     made: Any = kind.__init__  # type: ignore[misc]
+    texts = {each.name for each in fields(kind) if dict not in get_args(each.type)}
 
     @functools.wraps(made)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
         known = {each.name for each in fields(kind)}
+        mappings = {name: value for name, value in options.items() if name in texts and isinstance(value, Mapping)}
+        options |= {name: text_of(name, value) for name, value in mappings.items()}
         found = translated(options.items(), known, look_up(known))
         made(self, *values, **options_of(found, kind.__name__))
 
