@@ -40,7 +40,7 @@ def trace(function: Callable[[Tensor], Tensor], width: int) -> Activation:
     Raises:
         ValueError: it has an unknown operation (names it).
     """
-    return Activation(torch_in_jax.trace(function, _OPERATIONS, torch.zeros(2, width)))
+    return Activation(torch_in_jax.trace(function, _OPERATIONS, ((2, width), torch.float32)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

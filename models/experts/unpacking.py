@@ -85,9 +85,9 @@ def unpacking_of(packing: Packing, weight: Weight, dtype: torch.dtype, held: int
     each = math.prod(weight.shape[1:]) * dtype.itemsize
     few = max(n for n in range(1, held + 1) if held % n == 0 and (n == 1 or n * each <= MOST_BYTES))
     parts = packing.codes(weight), packing.scales(weight)
-    examples = [torch.empty((few, *part.shape[1:]), dtype=part.dtype, device="meta") for part in parts]
+    inputs = [((few, *part.shape[1:]), part.dtype) for part in parts]
     steps = torch_in_jax.trace(
-        lambda codes, scale: packing.unpack(codes, scale, weight, dtype, apart), _OPERATIONS, *examples
+        lambda codes, scale: packing.unpack(codes, scale, weight, dtype, apart), _OPERATIONS, *inputs
     )
     return Unpacking(steps, str(dtype).removeprefix("torch."), few, packing.lies_turned(weight))
 

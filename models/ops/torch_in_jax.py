@@ -47,13 +47,16 @@ class Steps:
         return values[-1]
 
 
-def trace(function: Callable[..., Tensor], operations: Operations, *examples: Tensor) -> Steps:
-    """Trace ``function`` of tensors like ``examples``; shapes and dtypes that it makes of theirs become constants.
+def trace(
+    function: Callable[..., Tensor], operations: Operations, *inputs: tuple[tuple[int, ...], torch.dtype]
+) -> Steps:
+    """Trace ``function`` of tensors of these shapes and dtypes; what it makes of them becomes constants.
 
     Raises:
         ValueError: it has an operation that is none of ``operations`` (names it).
     """
     with _disable_current_modes():  # the layer around may be in tracing
+        examples = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in inputs]
         graph = make_fx(lambda *given: function(*given))(*examples).graph
         shape = tuple(function(*examples).shape)
     numbers: dict[torch.fx.Node, Any] = {}
@@ -74,7 +77,8 @@ def trace(function: Callable[..., Tensor], operations: Operations, *examples: Te
     return Steps(tuple(steps), shape)
 
 
-def _plain(args: Any) -> Any:  # lists have no hash
-    if isinstance(args, torch.dtype | torch.device | torch.layout):  # nor have these a text
-        return str(args)
-    return tuple(map(_plain, args)) if isinstance(args, list | tuple) else args
+def _plain(argument: Any) -> Any:
+    """``argument`` as a value with a hash, and with a text by `shardwright.models.ops.arguments_as_text`."""
+    if isinstance(argument, list | tuple):
+        return tuple(map(_plain, argument))
+    return argument if isinstance(argument, bool | int | float | str | _Value | None) else str(argument)
