@@ -79,17 +79,21 @@ class PackedExperts:
         return unpacked.swapaxes(1, 2) if self.by.turned else unpacked
 
 
-@functools.lru_cache(maxsize=64)
 def unpacking_of(packing: Packing, weight: Weight, dtype: torch.dtype, held: int) -> Unpacking:
     """Unpack to ``dtype``, for a device that holds ``held`` of the weight's experts."""
     each = math.prod(weight.shape[1:]) * dtype.itemsize
     few = max(n for n in range(1, held + 1) if held % n == 0 and (n == 1 or n * each <= MOST_BYTES))
+    return _traced(packing, weight, dtype, few)
+
+
+@functools.lru_cache(maxsize=64)
+def _traced(packing: Packing, weight: Weight, dtype: torch.dtype, experts: int) -> Unpacking:
     parts = packing.codes(weight), packing.scales(weight)
-    inputs = [((few, *part.shape[1:]), part.dtype) for part in parts]
+    inputs = [((experts, *part.shape[1:]), part.dtype) for part in parts]
     steps = torch_in_jax.trace(
         lambda codes, scale: packing.unpack(codes, scale, weight, dtype, apart), _OPERATIONS, *inputs
     )
-    return Unpacking(steps, str(dtype).removeprefix("torch."), few, packing.lies_turned(weight))
+    return Unpacking(steps, str(dtype).removeprefix("torch."), experts, packing.lies_turned(weight))
 
 
 def _view(x: Array, shape: tuple[int, ...]) -> Array:

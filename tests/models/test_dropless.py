@@ -237,7 +237,7 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(overlaps, given, expe
 
 # of experts that are planned for, not computed
 SHAPE = {"activation": None, "names": (), "out_first": True, "lora_scales": (0.0, 0.0), "trained": (), "specs": ()}
-SHAPE |= {"widths": (0, 0), "lies_turned": ()}
+SHAPE |= {"widths": (0, 0), "unpacking": ()}
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -312,6 +312,11 @@ def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
     sizes, tile = jax.numpy.asarray([70, 0, 100, 30]), Tiles(rows, gmm, tgmm)
     yield grouped_matmul.multiply(x, w, sizes, tile, contract_last=True)[:200]
     yield grouped_matmul.multiply(y, w, sizes, tile, contract_last=False)[:200]
+    parts = jax.numpy.zeros((256, 128))
+    for first in (jax.numpy.int32(0), jax.numpy.int32(2)):
+        part = grouped_matmul.Part(first, parts)
+        parts = grouped_matmul.multiply(y, w[first : first + 2], sizes, tile, part, contract_last=False)
+    yield parts[:200]
     yield grouped_matmul.outer(y, x, sizes, tile, into)
 
 
@@ -319,6 +324,7 @@ def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
 @pytest.mark.parametrize("widths", [{}, {"gmm": (128, 256), "tgmm": (128, 128)}], ids=["whole", "in tiles"])
 def test_the_tpus_kernels_give_the_plain_operations_numbers(widths, monkeypatch):
     plain = list(_grouped_products(64))
+    np.testing.assert_array_equal(plain[1], plain[2], "groups' products, two at a time")
     monkeypatch.setattr(tpu_kernels, "INTERPRETED", True)
     monkeypatch.setattr(grouped_matmul, "kernels", lambda: tpu_kernels)
     for ours, theirs in zip(_grouped_products(128, **widths), plain, strict=True):
