@@ -71,17 +71,20 @@ class ExpertShards:
     def reduced(self, number: int, gradient: Array, dtype: Any) -> Array:
         """Sum the devices' gradients of parameter ``number``, into the parameter's own layout and ``dtype``."""
         gradient, turned, spec = gradient.astype(dtype), self.turned(number), self.specs[number]
-        if turned:
+        narrow = self.names[number].endswith((A, B))
+        if turned and not narrow:
             # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
             gradient = grouped_matmul.row_major(gradient)
         for dim, axes in reversed(self._gathered(spec)):
-            dim = 1 if turned else dim
+            dim = 3 - dim if turned else dim
             if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
                 gradient = exchange_sum(gradient, axes, dim)
                 continue
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        if turned:
+        if turned and narrow:
+            gradient = gradient.swapaxes(1, 2)
+        elif turned:
             # or the optimizer's state, the gradient's next reader, would be copied into its layout and back
             gradient = grouped_matmul.row_major(gradient).swapaxes(1, 2)
             gradient = grouped_matmul.row_major(gradient)
@@ -89,10 +92,16 @@ class ExpertShards:
         rest = tuple(axis for axis in self.axes if axis not in split)
         gradient = lax.psum(gradient, rest) if rest else gradient
         # a factor is narrow: in the default order its few columns would be padded to a tile's
-        return ordered(gradient) if self.names[number].endswith((A, B)) else gradient
+        return ordered(gradient) if narrow else gradient
 
     def turned(self, number: int) -> bool:
-        """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered."""
+        """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered.
+
+        Of a factor the rank never comes last: a kernel's operand would be padded to a tile's columns, with the factors
+        of all layers copied so before a loop.
+        """
+        if self.names[number].endswith((A, B)):
+            return self.names[number].endswith(B)
         # a TPU lays the result of such a gather out with the other dimension as the minor one: a kernel that expects
         # the last there would begin with a transposed copy
         by = self.unpacking[number]
