@@ -13,6 +13,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from shardwright.models.adapters.lora import A, B
 from shardwright.models.experts import dropless_rows, exchange, grouped_matmul
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.ops import tpu_kernels
@@ -296,6 +297,22 @@ def test_tokens_cross_two_axes_by_need():
     sizes = {"fsdp": 2, "expert": 2, "inner": 2}
     kernel, mesh = bound(sizes, tuple(sizes), specs, ("expert", "inner"))
     check(kernel, "mixtral", "skewed", mesh, tokens=1024)
+
+
+def test_no_factor_goes_into_a_product_with_its_rank_as_the_last_dimension():
+    """A TPU keeps the last dimension in tiles of 128 columns: a rank of 16 would take eight times the memory."""
+    factors = {
+        "down_proj" + A: (4, 16, 256),
+        "down_proj" + B: (4, 512, 16),
+    }  # [experts, rank, in], [experts, out, rank]
+    given = {**SHAPE, "names": tuple(factors), "unpacking": (None, None), "specs": (((), (), ()),) * 2}
+    shards = dropless_rows.ExpertShards(
+        **given, axes=(), expert_axes=(), expert_shards=1, buffer_bytes=1, flops_a_byte=0
+    )
+    for number, (name, shape) in enumerate(factors.items()):
+        factor = jax.numpy.zeros(shape)
+        assert shards.whole(number, factor).shape[-1] > 16, name
+        assert shards.contract_last(number) == name.endswith(A), "[experts, out, in], or else [experts, in, out]"
 
 
 def test_windows_that_tokens_do_not_fill():
