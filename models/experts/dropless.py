@@ -80,7 +80,7 @@ class Dropless:
         shapes = (
             packed[name][0] if name in packed else p.shape for name, p in zip(names[:2], parameters, strict=False)
         )
-        first, second = (shape[:0:-1] if experts.is_transposed else shape[1:] for shape in shapes)
+        first, second = (shape[:0:-1] if experts.is_transposed else shape[1:] for shape in weights)
         sizes, widths = dict(self.axes), (first[0], second[1])
         expert_shards = math.prod(sizes[axis] for axis in self.expert_axes)
         held = len(parameters[0]) // expert_shards
