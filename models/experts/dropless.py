@@ -77,9 +77,7 @@ class Dropless:
         names += [name + packings.SCALE for name in packed]
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
-        shapes = (
-            packed[name][0] if name in packed else p.shape for name, p in zip(names[:2], parameters, strict=False)
-        )
+        weights = (packed[name][0] if name in packed else getattr(experts, name).shape for name in names[:2])
         first, second = (shape[:0:-1] if experts.is_transposed else shape[1:] for shape in weights)
         sizes, widths = dict(self.axes), (first[0], second[1])
         expert_shards = math.prod(sizes[axis] for axis in self.expert_axes)
