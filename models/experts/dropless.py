@@ -31,9 +31,11 @@ import torch
 from torch import Tensor
 
 from shardwright.models.adapters.lora import SCALE, A, B
+from shardwright.models.adapters.packings import registry as packings
 from shardwright.models.experts import activation, dropless_rows
 from shardwright.models.experts.dropless_rows import ExpertShards
 from shardwright.models.experts.routing import count
+from shardwright.models.experts.unpacking import Unpacking
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax_call
 from shardwright.models.ops.operation import kernel
@@ -57,7 +59,8 @@ class Dropless:
     keep: bool = False  # save the first projection's result for the backward, instead of computing it again
     keep_all: bool = False  # also save the activation's result, and gathered weights
     flops_a_byte: float = 0.0  # a chip's, between HBM and VMEM: they decide how large tiles and rounds are; 0: unknown
-    lie_turned: frozenset[str] = frozenset()  # parameters that come with their last two dimensions swapped in memory
+    # weights that may be packed: how, their shape in a layer, and their unpacking for so many experts of a device
+    packed: Mapping[str, tuple[tuple[int, ...], Callable[[int], Unpacking]]] = field(default_factory=dict)
 
     def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         """Map tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.
@@ -70,10 +73,15 @@ class Dropless:
             raise ValueError(f"{len(x_TH)} tokens over {devices} devices: dropless experts need a multiple of them")
         count(experts, index_Tk)
         names = _parameter_names(experts)
+        packed = {name: self.packed[name] for name in names if hasattr(experts, name + packings.SCALE)}
+        names += [name + packings.SCALE for name in packed]
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
-        first, second = (p.shape[:0:-1] if experts.is_transposed else p.shape[1:] for p in parameters[:2])
+        weights = (packed[name][0] if name in packed else getattr(experts, name).shape for name in names[:2])
+        first, second = (shape[:0:-1] if experts.is_transposed else shape[1:] for shape in weights)
         sizes, widths = dict(self.axes), (first[0], second[1])
+        expert_shards = math.prod(sizes[axis] for axis in self.expert_axes)
+        held = len(parameters[0]) // expert_shards
         local = ExpertShards(
             activation=_activation(experts, widths[0]),
             names=tuple(names),
@@ -82,16 +90,15 @@ class Dropless:
             trained=tuple(p.requires_grad for p in parameters),
             axes=tuple(sizes),
             expert_axes=self.expert_axes,
-            expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
+            expert_shards=expert_shards,
             specs=specs,
-            lies_turned=tuple(name in self.lie_turned for name in names),
+            unpacking=tuple(packed[name][1](held) if name in packed else None for name in names),
             widths=widths,
             buffer_bytes=self.buffer_bytes,
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
             keep_all=self.keep and self.keep_all,
         )
-        held = len(parameters[0]) // local.expert_shards
         bytes_a_row = (x_TH.element_size() * width for width in (x_TH.shape[1], widths[0]))
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
         whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
@@ -188,7 +195,7 @@ def _gradients(
     _gradients,
     saved=lambda tensors, results: [*tensors, *results[1:]],
     # the first projection's, by which the remat policies choose the values to keep
-    flops=lambda shapes, *_: 2 * math.prod(shapes[1]) * math.prod(shapes[3][1:]),
+    flops=lambda shapes, local, *_: 2 * math.prod(shapes[1]) * shapes[0][1] * local.widths[0],
 )
 def _dropless(tensors: Sequence[Tensor], local: ExpertShards, manuals: Manuals, kept: KeptShapes) -> list[Tensor]:
     """Map tokens, indices, weights and parameters to the output and the arrays of shapes ``kept`` for the backward."""

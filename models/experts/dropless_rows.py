@@ -4,15 +4,17 @@ Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I are t
 result and of the activation's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from shardwright.models.adapters.lora import A, B
+from shardwright.models.adapters.packings.registry import SCALE
 from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
 from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, in_order
+from shardwright.models.experts.unpacking import PackedExperts, Unpacking
 from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.device_kernels import kernels
 from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
@@ -35,7 +37,7 @@ class ExpertShards:
     """A device's part of the experts, except its arrays; see also `shardwright.models.experts.dropless.Dropless`."""
 
     activation: activation.Activation
-    names: tuple[str, ...]  # of the parameters: the two projections, their biases, factors of LoRA
+    names: tuple[str, ...]  # of the parameters: the two projections, biases, LoRA's factors, scales of packed ones
     out_first: bool  # weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H]
     lora_scales: tuple[float, float]  # of each projection
     trained: tuple[bool, ...]  # whether a parameter has a gradient
@@ -43,12 +45,21 @@ class ExpertShards:
     expert_axes: Axes
     expert_shards: int  # devices along the expert axes
     specs: tuple[tuple[Axes, ...], ...]  # the axes of each dimension of each parameter
-    lies_turned: tuple[bool, ...]  # whether a parameter lies in memory with its last two dimensions swapped
+    unpacking: tuple[Unpacking | None, ...]  # of each parameter that is packed
     widths: tuple[int, int]  # F and I
     buffer_bytes: int
     flops_a_byte: float
     keep: bool = False
     keep_all: bool = False
+
+    def held(self, shards: Sequence[Array], kept: Mapping[int, Array]) -> list[Any]:
+        """The parameters of the experts held here, from this device's shards and what the forward kept of the whole."""
+        parameters: list[Any] = [kept[n] if n in kept else self.whole(n, shard) for n, shard in enumerate(shards)]
+        for number, by in enumerate(self.unpacking):
+            if by is not None:
+                scale = self.names.index(self.names[number] + SCALE)
+                parameters[number] = PackedExperts(shards[number], shards[scale], by)
+        return parameters
 
     def whole(self, number: int, shard: Array) -> Array:
         """Gather parameter ``number`` of the experts held here from its shards, perhaps transposed (see `turned`)."""
@@ -60,17 +71,20 @@ class ExpertShards:
     def reduced(self, number: int, gradient: Array, dtype: Any) -> Array:
         """Sum the devices' gradients of parameter ``number``, into the parameter's own layout and ``dtype``."""
         gradient, turned, spec = gradient.astype(dtype), self.turned(number), self.specs[number]
-        if turned:
+        narrow = self.names[number].endswith((A, B))
+        if turned and not narrow:
             # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
             gradient = grouped_matmul.row_major(gradient)
         for dim, axes in reversed(self._gathered(spec)):
-            dim = 1 if turned else dim
+            dim = 3 - dim if turned else dim
             if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
                 gradient = exchange_sum(gradient, axes, dim)
                 continue
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        if turned:
+        if turned and narrow:
+            gradient = gradient.swapaxes(1, 2)
+        elif turned:
             # or the optimizer's state, the gradient's next reader, would be copied into its layout and back
             gradient = grouped_matmul.row_major(gradient).swapaxes(1, 2)
             gradient = grouped_matmul.row_major(gradient)
@@ -78,13 +92,20 @@ class ExpertShards:
         rest = tuple(axis for axis in self.axes if axis not in split)
         gradient = lax.psum(gradient, rest) if rest else gradient
         # a factor is narrow: in the default order its few columns would be padded to a tile's
-        return ordered(gradient) if self.names[number].endswith((A, B)) else gradient
+        return ordered(gradient) if narrow else gradient
 
     def turned(self, number: int) -> bool:
-        """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered."""
+        """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered.
+
+        Of a factor the rank never comes last: a kernel's operand would be padded to a tile's columns, with the factors
+        of all layers copied so before a loop.
+        """
+        if self.names[number].endswith((A, B)):
+            return self.names[number].endswith(B)
         # a TPU lays the result of such a gather out with the other dimension as the minor one: a kernel that expects
         # the last there would begin with a transposed copy
-        return self.lies_turned[number] or [dim for dim, _ in self._gathered(self.specs[number])] == [2]
+        by = self.unpacking[number]
+        return (by is not None and by.turned) or [dim for dim, _ in self._gathered(self.specs[number])] == [2]
 
     def contract_last(self, number: int) -> bool:
         """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
@@ -166,8 +187,8 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
     With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, and the :meth:`ExpertShards.kept_weights`.
     """
-    parameters = [local.whole(number, shard) for number, shard in enumerate(shards)]
-    planned = _plan(x_TH, index_Tk, parameters, local)
+    parameters = local.held(shards, {})
+    planned = _plan(x_TH, index_Tk, held, local)
     if planned.at_once and not gathers_beside():
         # libtpu runs a gather alone if only kernels could overlap with it, as behind the first product, or if tokens
         # cross at the same time
@@ -175,7 +196,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
             parameters = lax.optimization_barrier(parameters)
         else:
             x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
-    projections = _projections(parameters, local)
+    projections = _projections(parameters, local, planned)
 
     def compute(kept: Arrays, tokens: Arrays, round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
@@ -202,11 +223,11 @@ def backward(
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
     whole = dict(zip(weights, given[len(given) - len(weights) :], strict=True))
-    parameters = [whole[n] if n in whole else local.whole(n, shard) for n, shard in enumerate(shards)]
-    planned = _plan(x_TH, index_Tk, parameters, local)
+    parameters = local.held(shards, whole)
+    planned = _plan(x_TH, index_Tk, held, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
-    projections = _projections(parameters, local)
+    projections = _projections(parameters, local, planned)
     # a frozen parameter has neither sum nor result; a sum that is complete at once needs no zeros to be added to
     summed = [trained and not planned.at_once for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
@@ -229,16 +250,17 @@ def backward(
     return grad_x, grad_weight, *gradients
 
 
-def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: ExpertShards) -> BlockPlan:
+def _plan(x_TH: Array, index_Tk: Array, held: Array, local: ExpertShards) -> BlockPlan:
     (tokens, top_k), itemsize = index_Tk.shape, x_TH.dtype.itemsize
-    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, local.widths[0] * itemsize)
+    return local.plan(tokens, top_k, len(held), x_TH.shape[1] * itemsize, local.widths[0] * itemsize)
 
 
 class _Projection:
     """Projection ``number`` (0 or 1) of an expert: its weight, and its bias and LoRA factors, if any."""
 
-    def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
+    def __init__(self, parameters: Sequence[Any], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
+        self.dtype = parameters[number].dtype
         numbers = {name: n for n, name in enumerate(local.names)}
         self.bias, self.a, self.b = (numbers.get(local.names[number] + suffix) for suffix in ("_bias", A, B))
 
@@ -278,7 +300,9 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _projections(parameters: Sequence[Array], local: ExpertShards) -> tuple[_Projection, _Projection]:
+def _projections(parameters: Sequence[Any], local: ExpertShards, planned: BlockPlan) -> tuple[_Projection, _Projection]:
+    if not planned.at_once:  # each block of rows would unpack them again
+        parameters = [p.whole() if isinstance(p, PackedExperts) else p for p in parameters]
     return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
 
 
@@ -287,7 +311,7 @@ def _experts(
 ) -> tuple[Array, Arrays]:
     """The held experts' output for their rows, [R, H], and the rooms of ``kept``, which are room for values of rows."""
     first, second = projections
-    dtype = first.parameters[0].dtype
+    dtype = first.dtype
 
     def body(block: Block, carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
         y_RH, rooms = carry
@@ -310,7 +334,7 @@ def _experts_backward(
 ) -> tuple[tuple[Array, Array], Sums]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added."""
     (grad_TH, x_TH, weight_Tk), (first, second) = tokens, projections
-    dtype, activate = first.parameters[0].dtype, first.local.activation
+    dtype, activate = first.dtype, first.local.activation
     weight_N = weight_Tk.T.reshape(-1)
 
     def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:

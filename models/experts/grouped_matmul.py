@@ -8,6 +8,7 @@ Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardwright.models.ops.device_kernels import kernels
 
@@ -19,6 +20,18 @@ from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 from jax.experimental.layout import Layout, with_layout_constraint
 
 
+class Part(NamedTuple):
+    """A product with the matrices of consecutive groups alone.
+
+    Args:
+        first: the number of the first of them.
+        into: an earlier result, whose rows of other groups are kept.
+    """
+
+    first: Array
+    into: Array
+
+
 def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
     """The tiles for so many rows; small groups get tiles of few rows, because a tile visits each group that it has."""
     most = tiles(flops_a_byte)
@@ -28,15 +41,17 @@ def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
     return replace(most, rows=size)
 
 
-def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
+def multiply(
+    x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, part: Part | None = None, *, contract_last: bool
+) -> Array:
     """Multiply the rows of each group g by ``w[g]``, [G, N, K] if ``contract_last``, else [G, K, N]: [R, N].
 
     The result has the dtype of ``x``. ``sizes_G`` are the groups' numbers of rows, in order, from row 0; the result for
-    rows behind the last group is arbitrary.
+    rows behind the last group is arbitrary. With ``part``, ``w`` has the matrices of its groups alone.
     """
     K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
     tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
-    return kernels().grouped_product(x_RK, w_G, sizes_G, tiling, contract_last=contract_last)
+    return kernels().grouped_product(x_RK, w_G, sizes_G, tiling, part, contract_last=contract_last)
 
 
 def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.models.experts import exchange, grouped_matmul
+from shardwright.models.experts.unpacking import PackedExperts
 from shardwright.models.ops.jax_call import Array, jnp, lax
 from shardwright.models.ops.kernel_cost import Tiles
 
@@ -132,7 +133,9 @@ class Block:
     def weights(self, weight_N: Array) -> Array:
         return exchange.at(weight_N, self.take(self.rows.choice_R))
 
-    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
+    def multiply(self, x_B: Array, w_E: Array | PackedExperts, *, contract_last: bool) -> Array:
+        if isinstance(w_E, PackedExperts):
+            return w_E.multiply(x_B, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
         return grouped_matmul.multiply(x_B, w_E, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
 
     def bias(self, bias_E: Array) -> Array:

@@ -25,15 +25,23 @@ _EXACT = (32, 32, 16)  # of float32, whose exact products are made of registers
 _NEIGHBOURS = 8  # tiles of rows that meet the same columns together, so that the second level of cache has them
 
 
-def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Any, *, contract_last: bool) -> Array:
+def grouped_product(
+    x_RK: Array, w_G: Array, sizes_G: Array, tiling: Any, part: Any = None, *, contract_last: bool
+) -> Array:
     """See `shardwright.models.experts.grouped_matmul.multiply`. The tiling is a TPU's, and not used."""
     (R, K), G, N = x_RK.shape, len(sizes_G), w_G.shape[1 if contract_last else 2]
     lines, columns, depth = _tile(x_RK.dtype, R, N, K)
     group, start, end = _visits(sizes_G, lines, R)
+    more = []
+    if part is not None:
+        first, into = part
+        more, held = [into], (group >= first) & (group < first + len(w_G))
+        group, end = jnp.where(held, group - first, 0), jnp.where(held, end, start)
     kernel = functools.partial(_product, tile=(lines, columns, depth), contract_last=contract_last)
     grid = ((-(-R // lines) + G - 1) * -(-N // columns),)
     made = jax.ShapeDtypeStruct((R, N), x_RK.dtype)
-    return _call("grouped_product", kernel, made, grid)(group, start, end, x_RK, w_G)
+    run = _call("grouped_product", kernel, made, grid, input_output_aliases={5: 0} if more else {})
+    return run(group, start, end, x_RK, w_G, *more)
 
 
 def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Any, into_GKN: Array | None) -> Array:
@@ -88,8 +96,8 @@ def _visits(sizes_G: Array, lines: int, R: int) -> tuple[Array, Array, Array]:
     return group, start.astype(jnp.int32), end.astype(jnp.int32)
 
 
-def _product(group: Any, start: Any, end: Any, x: Any, w: Any, y: Any, *, tile: Any, contract_last: bool) -> None:
-    lines, columns, depth = tile
+def _product(group: Any, start: Any, end: Any, x: Any, w: Any, *refs: Any, tile: Any, contract_last: bool) -> None:
+    y, (lines, columns, depth) = refs[-1], tile  # before it there may be what it is written into
     K, N = x.shape[1], y.shape[1]
     visits, wide = group.shape[0], -(-N // columns)
     # neighbouring tiles of rows go through all columns before the next ones

@@ -102,27 +102,32 @@ def _joined(x_NBKGCD: Array) -> Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[-1])
 
 
-def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, *, contract_last: bool) -> Array:
+def grouped_product(
+    x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, part: Any = None, *, contract_last: bool
+) -> Array:
     """See `shardwright.models.experts.grouped_matmul.multiply`."""
     rows, *_ = tiling
-    count, visit = _visits(sizes_G, rows)
+    first, into = part or (0, None)
+    until_G, visit = _visits(sizes_G, rows)
+    ends = jnp.pad(until_G, (1, 0))
 
     def body(i: Array, y_RN: Array) -> Array:
         group, start, mine = visit(i)
         x = lax.dynamic_slice_in_dim(x_RK, start, rows)
-        w = lax.dynamic_index_in_dim(w_G, group, keepdims=False)
+        w = lax.dynamic_index_in_dim(w_G, group - first, keepdims=False)
         new = lax.dot_general(x, w, (((1,), (1 if contract_last else 0,)), ((), ())))
         old = lax.dynamic_slice_in_dim(y_RN, start, rows)
         return lax.dynamic_update_slice_in_dim(y_RN, jnp.where(mine[:, None], new, old), start, 0)
 
     N = w_G.shape[1 if contract_last else 2]
-    return lax.fori_loop(0, count, body, jnp.zeros((x_RK.shape[0], N), x_RK.dtype))
+    y_RN = jnp.zeros((x_RK.shape[0], N), x_RK.dtype) if into is None else into
+    return lax.fori_loop(ends[first], ends[first + len(w_G)], body, y_RN)
 
 
 def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into_GKN: Array | None) -> Array:
     """See `shardwright.models.experts.grouped_matmul.outer`."""
     rows, *_ = tiling
-    count, visit = _visits(sizes_G, rows)
+    until_G, visit = _visits(sizes_G, rows)
     sums_GKN = jnp.zeros((len(sizes_G), a_RK.shape[1], b_RN.shape[1]), jnp.float32) if into_GKN is None else into_GKN
 
     def body(i: Array, into: Array) -> Array:
@@ -132,7 +137,7 @@ def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into
         new = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return into.at[group].add(new.astype(into.dtype))
 
-    return lax.fori_loop(0, count, body, sums_GKN).astype(a_RK.dtype if into_GKN is None else into_GKN.dtype)
+    return lax.fori_loop(0, until_G[-1], body, sums_GKN).astype(a_RK.dtype if into_GKN is None else into_GKN.dtype)
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
@@ -140,7 +145,10 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
 
 
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
-    """Count the pairs of a row tile and a group; the function maps a pair's index to group, first row and row mask."""
+    """Count the pairs of a row tile and a group, until the end of each group's.
+
+    The function maps a pair's index to group, first row and row mask.
+    """
     end_G = jnp.cumsum(sizes_G)
     start_G = end_G - sizes_G
     first_G = start_G // tile
@@ -153,4 +161,4 @@ def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
         row = start + jnp.arange(tile)
         return group, start, (row >= start_G[group]) & (row < end_G[group])
 
-    return until_G[-1], visit
+    return until_G, visit

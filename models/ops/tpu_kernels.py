@@ -94,9 +94,12 @@ def attention_backward(
     return jax.vmap(run)(tensors, rows, grad_out, segments)
 
 
-def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, *, contract_last: bool) -> Array:
+def grouped_product(
+    x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, part: Any = None, *, contract_last: bool
+) -> Array:
     """See `shardwright.models.experts.grouped_matmul.multiply`."""
-    return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, transpose_rhs=contract_last, interpret=INTERPRETED)
+    first, into = part or (None, None)
+    return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, first, into, contract_last, INTERPRETED)
 
 
 def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into_GKN: Array | None) -> Array:

@@ -103,6 +103,11 @@ def test_grouped_products_are_the_plain_ones(interpreted: None, sizes: list[int]
     groups, tiling = jnp.asarray(sizes, jnp.int32), (128, 0, 0)
     ours = cuda_grouped.grouped_product(x, w, groups, tiling, contract_last=last)
     assert _off(ours[:rows], plain_kernels.grouped_product(x, w, groups, tiling, contract_last=last)[:rows]) < 1e-6
+    parts = jnp.zeros((R, N))
+    for first in (0, 2):
+        some = (x, w[first : first + 2], groups, tiling, (jnp.int32(first), parts))
+        parts = cuda_grouped.grouped_product(*some, contract_last=last)
+    assert _off(parts[:rows], ours[:rows]) == 0
     sums = into if summed else None
     ours = cuda_grouped.grouped_outer(x, y, groups, tiling, sums)
     assert _off(ours, plain_kernels.grouped_outer(x, y, groups, tiling, sums)) < 1e-6

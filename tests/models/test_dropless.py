@@ -13,6 +13,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from shardwright.models.adapters.lora import A, B
 from shardwright.models.experts import dropless_rows, exchange, grouped_matmul
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.ops import tpu_kernels
@@ -237,7 +238,7 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(overlaps, given, expe
 
 # of experts that are planned for, not computed
 SHAPE = {"activation": None, "names": (), "out_first": True, "lora_scales": (0.0, 0.0), "trained": (), "specs": ()}
-SHAPE |= {"widths": (0, 0), "lies_turned": ()}
+SHAPE |= {"widths": (0, 0), "unpacking": ()}
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -298,6 +299,22 @@ def test_tokens_cross_two_axes_by_need():
     check(kernel, "mixtral", "skewed", mesh, tokens=1024)
 
 
+def test_no_factor_goes_into_a_product_with_its_rank_as_the_last_dimension():
+    """A TPU keeps the last dimension in tiles of 128 columns: a rank of 16 would take eight times the memory."""
+    factors = {
+        "down_proj" + A: (4, 16, 256),
+        "down_proj" + B: (4, 512, 16),
+    }  # [experts, rank, in], [experts, out, rank]
+    given = {**SHAPE, "names": tuple(factors), "unpacking": (None, None), "specs": (((), (), ()),) * 2}
+    shards = dropless_rows.ExpertShards(
+        **given, axes=(), expert_axes=(), expert_shards=1, buffer_bytes=1, flops_a_byte=0
+    )
+    for number, (name, shape) in enumerate(factors.items()):
+        factor = jax.numpy.zeros(shape)
+        assert shards.whole(number, factor).shape[-1] > 16, name
+        assert shards.contract_last(number) == name.endswith(A), "[experts, out, in], or else [experts, in, out]"
+
+
 def test_windows_that_tokens_do_not_fill():
     assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.ExchangePlan(33, 3, None, 12)
 
@@ -312,6 +329,11 @@ def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
     sizes, tile = jax.numpy.asarray([70, 0, 100, 30]), Tiles(rows, gmm, tgmm)
     yield grouped_matmul.multiply(x, w, sizes, tile, contract_last=True)[:200]
     yield grouped_matmul.multiply(y, w, sizes, tile, contract_last=False)[:200]
+    parts = jax.numpy.zeros((256, 128))
+    for first in (jax.numpy.int32(0), jax.numpy.int32(2)):
+        part = grouped_matmul.Part(first, parts)
+        parts = grouped_matmul.multiply(y, w[first : first + 2], sizes, tile, part, contract_last=False)
+    yield parts[:200]
     yield grouped_matmul.outer(y, x, sizes, tile, into)
 
 
@@ -319,6 +341,7 @@ def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
 @pytest.mark.parametrize("widths", [{}, {"gmm": (128, 256), "tgmm": (128, 128)}], ids=["whole", "in tiles"])
 def test_the_tpus_kernels_give_the_plain_operations_numbers(widths, monkeypatch):
     plain = list(_grouped_products(64))
+    np.testing.assert_array_equal(plain[1], plain[2], "groups' products, two at a time")
     monkeypatch.setattr(tpu_kernels, "INTERPRETED", True)
     monkeypatch.setattr(grouped_matmul, "kernels", lambda: tpu_kernels)
     for ours, theirs in zip(_grouped_products(128, **widths), plain, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import FineGrainedFP8Config
@@ -14,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from shardwright.arguments.adapter_options import PACKED
 from shardwright.models.adapters.packings.registry import PACKINGS, Packing, Weight
+from shardwright.models.experts import grouped_matmul, unpacking
+from shardwright.models.ops.jax_call import jnp
 from tests.support.paths import ROOT
 
 INT8, FP8, FP8_ROWS, MXFP4, NF4 = (PACKINGS[word] for word in ("int8", "fp8", "fp8_rows", "mxfp4", "nf4"))
@@ -78,6 +81,27 @@ def test_mxfp4_as_published_is_kept_bit_for_bit(inputs):
     assert published.shape == (2, 96, 40)
     values = published if inputs == -2 else published.transpose(1, 2).contiguous()
     assert torch.equal(again(MXFP4, values, Weight(tuple(values.shape), inputs)), values)
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+@pytest.mark.parametrize("inputs", [-1, -2])
+@pytest.mark.parametrize("most", [1, 2**27], ids=["one at a time", "all at once"])
+def test_experts_are_unpacked_inside_a_product_as_outside_of_it(packing, inputs, most, monkeypatch):
+    monkeypatch.setattr(unpacking, "MOST_BYTES", most)
+    shape, sizes = (4, 192, 320), jnp.asarray([50, 0, 100, 30], jnp.int32)
+    weight = Weight(shape, inputs)
+    parts = packing.pack(noise(*shape), weight)
+    by = unpacking.unpacking_of(packing, weight, torch.float32, shape[0])
+    packed = unpacking.PackedExperts(*(jnp.asarray(part.float().numpy(), str(part.dtype)[6:]) for part in parts), by)
+    outside = packing.unpack(*parts, weight, torch.float32).numpy()
+    outside = outside.swapaxes(1, 2) if by.turned else outside
+    assert by.experts == (1 if most == 1 else 4)
+    np.testing.assert_array_equal(packed.whole(), outside)
+    for last in (True, False):
+        x = jnp.asarray(noise(256, outside.shape[2 if last else 1]).numpy())
+        given = (sizes, grouped_matmul.tiles_for(256, 4, 0.0))
+        expected = grouped_matmul.multiply(x, jnp.asarray(outside), *given, contract_last=last)
+        np.testing.assert_array_equal(packed.multiply(x, *given, contract_last=last)[:180], expected[:180])
 
 
 def test_mxfp4_rounds_to_the_nearest_and_in_the_middle_to_the_even_code():

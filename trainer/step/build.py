@@ -16,7 +16,7 @@ from shardwright.errors import UserError, a_type
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import PartitionSpec, partition_spec
-from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Layout
 from shardwright.model.assembly import modules_of
 from shardwright.models.adapters.packings.registry import SCALE
@@ -26,6 +26,7 @@ from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.experts.unpacking import unpacking_of
 from shardwright.models.layers.decoder_layers import DecoderLayers, number_layers
 from shardwright.models.mixers import bind as mixers
 from shardwright.models.ops import jax_call, kernel_cost, scopes
@@ -106,7 +107,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             batch_axes=plan.batch,
             expert_axes=expert_axes,
             weight_specs={key: _spec_in_kernel(plan, f"{name}.{key}") for key, name in keys.items()},
-            lie_turned=frozenset(key for key, name in keys.items() if _lies_turned(plan[f"{name}.{key}"])),
+            packed=_packed_in_kernel(job),
             order=order,
             keep=not isinstance(compute.remat, str) or compute.remat == "none",
             # a loop over layers would copy them into a stack and back, which takes longer than recomputing them
@@ -125,10 +126,16 @@ def _spec_in_kernel(plan: ShardingPlan, name: str) -> PartitionSpec:
     return plan.specs[name] if packed is None else (plan.specs[name][0], *[None] * (len(packed.used.shape) - 1))
 
 
-def _lies_turned(entry: ParameterPlan) -> bool:
-    """Whether a weight is unpacked with its last two dimensions swapped, as its codes lie."""
-    packed = entry.packed
-    return packed is not None and packed.packing.codes(packed.weight).dims != tuple(range(len(entry.shape)))
+def _packed_in_kernel(job: Job) -> dict[str, Any]:
+    """The packed parameters of any of the experts modules, as `Dropless` takes them."""
+    dtype = prepare_parameters.compute_dtype(job)
+    found = {}
+    for name in job.facts.experts:
+        for key, _ in job.adapted.get_submodule(name).named_parameters():
+            if packed := job.plan[f"{name}.{key}"].packed:
+                unpacking = functools.partial(unpacking_of, packed.packing, packed.weight, dtype)
+                found[key] = (packed.weight.shape, unpacking)
+    return found
 
 
 def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:

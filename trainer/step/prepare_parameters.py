@@ -27,12 +27,16 @@ from shardwright.xla.device_mesh import DeviceMesh, device_order
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def compute_dtype(job: Job) -> torch.dtype:
+    return DTYPES[job.recipe.compute.dtype or kernels().COMPUTE_DTYPE]
+
+
 class Prepare:
     """Parameters → tensors for the forward, by name: each cast and laid out, and the leaf of its partial gradient."""
 
     def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
         self.job, self.mesh, self.partials = job, mesh, partials
-        self.dtype = DTYPES[job.recipe.compute.dtype or kernels().COMPUTE_DTYPE]
+        self.dtype = compute_dtype(job)
         if self.dtype == torch.float32 and jax_call.target() == "cuda":
             # by default its factors are rounded to TF32's 10 bits
             backends.set_mat_mul_precision("highest")
@@ -47,7 +51,7 @@ class Prepare:
                 spec = self.partials[name.removesuffix(SUFFIX)].spec
                 prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
             elif name in packed:
-                prepared[name] = self._unpacked(name, parameter, parameters[name + SCALE])
+                prepared |= self._unpacked(name, parameter, parameters[name + SCALE])
             elif name.removesuffix(SCALE) not in packed:
                 prepared |= self._cast(name, parameter)
         return prepared
@@ -71,7 +75,7 @@ class Prepare:
             prepared[name + SUFFIX] = partial.leaf(placed)
         return prepared
 
-    def _unpacked(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+    def _unpacked(self, name: str, codes: Tensor, scale: Tensor) -> Tensors:
         entry = self._entry(name)
         assert entry.packed is not None
         packing, weight, used = entry.packed.packing, entry.packed.weight, entry.packed.used
@@ -82,7 +86,9 @@ class Prepare:
         # unpacked last, so that devices gather codes
         stored = ((entry, codes), (self._entry(name + SCALE), scale))
         codes, scale = (self._without(split, p.layout, self._constrain(part, p.layout)) for p, part in stored)
-        return self._without(split, used.layout, packing.unpack(codes, scale, weight, self.dtype, apart))
+        if self._is_dropless(name):  # whose kernel unpacks them itself, a few at a time
+            return {name: codes, name + SCALE: scale}
+        return {name: self._without(split, used.layout, packing.unpack(codes, scale, weight, self.dtype, apart))}
 
     def _entry(self, name: str) -> ParameterPlan:
         return self.job.plan[first_name(name)]

@@ -92,6 +92,11 @@ class Packing(ABC):
         ones = (1,) * len(weight.shape)
         return Part(weight.shape, self.code_dtype, tuple(range(len(ones))), ones, ones)
 
+    def lies_turned(self, weight: Weight) -> bool:
+        """Whether codes lie with the weight's last two dimensions swapped."""
+        dims = self.codes(weight).dims
+        return dims != tuple(range(len(dims)))
+
     def scales(self, weight: Weight) -> Part:
         dims = self.codes(weight).dims
         block = tuple(self.block(weight)[dim] for dim in dims)

@@ -96,6 +96,30 @@ custom_call_target="tpu_custom_call"
     }
 
 
+def test_a_grouped_product_with_some_of_the_groups_counts_their_share_of_the_rows() -> None:
+    """An expert's matrix at a time, as packed weights are multiplied: 4 groups of 32, 136 tiles of 128 rows in all."""
+    entry = parse(
+        """HloModule parts
+ENTRY %main (n: s32[], e: s32[33], t: s32[167], o: s32[1], x: bf16[17408,2880], w: bf16[4,2880,5760], \
+y: bf16[17408,5760]) -> bf16[17408,5760] {
+  %n = s32[] parameter(0)
+  %e = s32[33]{0} parameter(1)
+  %t = s32[167]{0} parameter(2)
+  %o = s32[1]{0} parameter(3)
+  %x = bf16[17408,2880]{1,0} parameter(4)
+  %w = bf16[4,2880,5760]{2,1,0} parameter(5)
+  %y = bf16[17408,5760]{1,0} parameter(6)
+  ROOT %part = bf16[17408,5760]{1,0} custom-call(%n, %e, %t, %t, %o, %x, %w, %y), custom_call_target="tpu_custom_call"
+}
+"""
+    )
+    part = kernel_work(entry.by_name["part"], V5P.flops_a_byte)
+    whole = gmm_work(17408, 2880, 5760, 32, 167, 2, tiles(V5P.flops_a_byte))
+    assert part is not None
+    assert (part.size, whole.size) == (128, 128)
+    assert 8 * part.flops == pytest.approx(whole.flops, rel=0.05)
+
+
 # of a batch of one sequence the kernels have no dimension; a ring's pair of two pieces has no positions
 @pytest.mark.parametrize(
     ("masks", "reach"),

@@ -51,9 +51,16 @@ def _attention(blocks: Leaf, numbers: list[Leaf], outputs: Sequence[Leaf], maske
 def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf, flops_a_byte: float) -> Work | None:
     (left, right), most = numbers[:2], tiles(flops_a_byte)
     size = dtype_bits(left.dtype) // 8
-    visits = max((leaf.elements for leaf in operands if _whole(leaf)), default=1)
+    lists = [leaf.elements for leaf in operands if _whole(leaf) and leaf.elements > 1]
+    visits = max(lists, default=1)
     if len(output.dims) == 2 and len(right.dims) == 3 and output.dims[0] == left.dims[0]:
-        return gmm_work(left.dims[0], left.dims[1], output.dims[1], right.dims[0], visits, size, most)
+        rows, groups = left.dims[0], right.dims[0]
+        # The first list has where all groups begin, and their end: a product with some of them has their share of rows,
+        # and of the tiles that all are in.
+        of = lists[0] - 1 if len(lists) == 3 else groups
+        tiles_met = max((visits - of + 1) * groups // of, 1)
+        visits = tiles_met + groups - 1
+        return gmm_work(rows * groups // of, left.dims[1], output.dims[1], groups, visits, size, most)
     if len(output.dims) == 3 and len(right.dims) == 2 and right.dims[0] in left.dims:
         groups, inner, outer = output.dims
         sum_size = dtype_bits(output.dtype) // 8
