@@ -207,6 +207,7 @@ TABLES: dict[str, dict[str, str]] = {
         for topology in ("v5e:2x2", "v6e:2x2")
     }
     | {
+        "dropless, v5e:2x4": step("mixtral_ep", _MIXTRAL, "v5e:2x4", 1, _LORA, _TRAIN),
         "dropless, v6e:2x2": step("mixtral_ep", _MIXTRAL, "v6e:2x2", 1, _LORA),
     },
     "lora_published": {  # frozen models as they are published: MXFP4, FP8 in blocks, INT4

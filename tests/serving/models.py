@@ -148,8 +148,12 @@ class Small:
     family: str
 
     @property
+    def values(self) -> dict[str, Any]:
+        return FAMILIES[self.family]
+
+    @property
     def config(self) -> PretrainedConfig:
-        return AutoConfig.for_model(**{"model_type": self.family.partition(",")[0], **FAMILIES[self.family]})
+        return AutoConfig.for_model(**{"model_type": self.family.partition(",")[0], **self.values})
 
     def export(self, folder: Path) -> None:
         whole = facts_of(self.config).whole

@@ -7,78 +7,27 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import subprocess
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from safetensors import safe_open
 
 from shardwright.model.facts import facts_of
 from shardwright.models.adapters.lora import Lora
 from shardwright.models.tiny import tiny_config
 from shardwright.weights.serving_engines import engine_notes
+from tests.serving import quantized_models
 from tests.serving.models import ADAPTERS, CARRIED, FAMILIES, Small, save, written
+from tests.serving.reading import Shapes, shapes_in, unread
 from tests.support.paths import ROOT
 
 _FILE = json.loads(Path(__file__).with_name("vllm.json").read_text())
 VERSION, RECORDED = _FILE["version"], _FILE["families"]
 PLACE = re.compile(r"\.(layers|experts)\.\d+\.")
-Shapes = dict[str, list[int]]
-
-
-def shapes_in(folder: Path) -> Shapes:
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-    return found
-
-
-def matching(rules: dict[str, Any], name: str) -> list[tuple[str, re.Match[str]]]:
-    """The patterns among ``rules`` that ``name`` fits, with its layer and expert."""
-    found = []
-    for rule in rules:
-        words = re.escape(rule).replace(r"\*", r"(?P<layer>\d+)").replace(r"\#", r"(?P<expert>\d+)")
-        if match := re.fullmatch(words, name):
-            found.append((rule, match))
-    return found
-
-
-def unread(entry: dict[str, Any], shapes: Shapes) -> list[str]:
-    """The reasons why vLLM would not read all of an export with tensors of ``shapes``, or not fill all its model."""
-    wrong, filled, elements = [], defaultdict(list), defaultdict(int)
-    for name, shape in shapes.items():
-        if name in entry["skipped"]:
-            continue
-        rules = matching(entry["read"], name)
-        if len(rules) != 1:
-            wrong.append(f"{name} fits {len(rules)} rules")
-            continue
-        rule, found = entry["read"][rules[0][0]], rules[0][1].groupdict()
-        part, rows = list(entry["parameters"][rule["in"]]["shape"]), [rule["from"], rule["to"]]
-        if "expert" in found:  # of one expert; else of all that the parameter holds
-            part[:2] = 1, rows[1] - rows[0]
-        else:
-            part[0] = rows[1] - rows[0]
-        ours = [*shape[:-2], shape[-1], shape[-2]] if rule.get("way") == "transposed" else shape
-        place = rule["in"].replace("*", found.get("layer", ""))
-        if [size for size in part if size > 1] != [size for size in ours if size > 1]:
-            wrong.append(f"{name} is {shape}, and its part of {place} is {part}")
-        filled[place].append((found.get("expert"), *rows))
-        elements[place] += math.prod(shape)
-    for pattern, known in entry["parameters"].items():
-        for layer in known["layers"] or [""]:
-            place = pattern.replace("*", str(layer))
-            parts = filled[place]
-            if elements.pop(place, 0) != math.prod(known["shape"]) or len(set(parts)) < len(parts):
-                wrong.append(f"{place} {known['shape']} is filled by {parts}")
-    return wrong + [f"{place} is no parameter there" for place in elements]
 
 
 @pytest.fixture(scope="module")
@@ -188,15 +137,19 @@ def test_what_peft_refuses_or_loses_is_spoken_of(family, target, said):
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON is to name a Python that has vLLM")
 def test_vllm_itself_does_what_was_recorded_and_gives_transformers_logits(tmp_path):
-    families = ("llama", "mixtral")
-    for _ in written(tmp_path, families):
+    families, cases = ("llama", "mixtral"), [("llama", "fp8"), ("mixtral", "int4"), ("gpt_oss", "mxfp4")]
+    for _ in (*written(tmp_path / "plain", families), *quantized_models.written(tmp_path / "quantized", cases)):
         pass
 
-    def run(script: str) -> str:
-        words = [os.environ["VLLM_PYTHON"], str(ROOT / "tests/serving" / script), str(tmp_path), *families]
+    def run(script: str, folder: str, *families: str) -> str:
+        words = [os.environ["VLLM_PYTHON"], str(ROOT / "tests/serving" / script), str(tmp_path / folder), *families]
         return subprocess.run(words, check=True, capture_output=True, text=True, timeout=900).stdout
 
-    assert json.loads(run("record_vllm.py"))["families"] == {family: RECORDED[family] for family in families}
-    differences = [float(line.split()[-1]) for line in run("logits_vllm.py").splitlines()]
+    found = json.loads(run("record_vllm.py", "plain"))["families"]
+    assert found == {family: RECORDED[family] for family in families}
+    found = json.loads(run("record_vllm_quantized.py", "quantized"))["exports"]
+    recorded = json.loads(Path(__file__).with_name("vllm_quantized.json").read_text())["exports"]
+    assert found == {", ".join(case): recorded[", ".join(case)] for case in cases}
+    differences = [float(line.split()[-1]) for line in run("logits_vllm.py", "plain", *families).splitlines()]
     assert len(differences) == 2
     assert all(each < 1e-5 for each in differences)  # not their largest: a NaN need not be that

@@ -133,6 +133,21 @@ def test_the_console_tells_the_error_of_each_kind_of_module_and_what_no_loader_w
     assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj"} <= set(ignored)
 
 
+NARROW = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_that_engines_join_are_quantized_in_whole_blocks_of_rows(tmp_path, family):
+    save_theirs(tmp_path / "base", config_of(family, **NARROW))
+    shown = exported(tmp_path / "out", opened(tmp_path / "base"), format="fp8")
+    plain = {name for name, tensor in tensors_in(tmp_path / "out").items() if tensor.dtype == torch.bfloat16}
+    left_out = {name for name in plain if name.endswith("_proj.weight")}
+    assert {name.split(".")[3] for name in left_out} == {"self_attn"}  # 64 rows of k_proj, between q_proj and v_proj
+    assert f"{len(left_out)} linear weights stay bfloat16" in shown
+    ignored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {name.removesuffix(".weight") for name in left_out} <= set(ignored)
+
+
 # of real repositories: a config of one layer without what it says of quantization, and the names of a layer's tensors
 NAMES = Path(__file__).parents[1] / "real/quantized_names.jsonl"
 REAL = [json.loads(line) for line in NAMES.read_text().splitlines()]
@@ -148,7 +163,8 @@ def test_a_plain_model_s_tensors_are_then_those_that_the_family_publishes_quanti
     assert kinds.keys() == published.keys()
     for name, (kind, shape) in published.items():
         assert kinds[name][1] == shape, name
-        if kind not in ("bfloat16", "float32"):  # of scales and routers each repository has its own
+        # of scales and routers each repository has its own
+        if kind not in ("bfloat16", "float32") or name.endswith("correction_bias"):
             assert kinds[name][0] == getattr(torch, kind), name
 
 

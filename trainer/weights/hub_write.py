@@ -30,6 +30,7 @@ from shardwright.files.hub_names import split
 from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.model.classifier import head_parameters, padding_token
 from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.experts.routing import selection_biases
 from shardwright.models.layers import mtp
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import HubWeights
@@ -208,10 +209,16 @@ def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeig
 
 
 def kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
-    """Whether transformers loads a parameter of ``model`` in float32 where the others are narrower."""
+    """Whether a parameter of ``model`` stays in float32 where the others are narrower.
+
+    transformers loads it so; or it is a bias that chooses experts, which families publish in float32 and engines read
+    so, whether transformers keeps it or not (MiniMax-M2): rounded to bfloat16 it chooses others.
+    """
     # semi-private: transformers/modeling_utils.py, transformers 5.23
     names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    return build_glob_alternation(sorted(names))[0].search if names else lambda name: None
+    theirs = build_glob_alternation(sorted(names))[0].search if names else lambda name: None
+    biases = selection_biases(model, experts_modules(model))
+    return lambda name: name in biases or theirs(name)
 
 
 def write_files(

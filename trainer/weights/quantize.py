@@ -50,8 +50,8 @@ class Scheme:
     settings: dict[str, Any]  # the quantization_config
     left_out: str = "modules_to_not_convert"  # its entry that lists the modules which are left out
     fused: bool = False  # it holds all experts of a layer together, and these alone
-    # whether a loader reads a weight of this shape that the format can hold
-    is_read: Callable[[Sequence[int]], bool] = lambda shape: True
+    # whether loaders read a weight of this shape that the format can hold, beside others of at most so many rows
+    is_read: Callable[[Sequence[int], int], bool] = lambda shape, rows: True
 
 
 def _packed(form: Format, name: str, **weights: Any) -> Scheme:
@@ -68,9 +68,15 @@ def _packed(form: Format, name: str, **weights: Any) -> Scheme:
     return Scheme(form, settings, left_out="ignore")
 
 
-def _in_equal_blocks(shape: Sequence[int]) -> bool:
-    """Whether transformers dequantizes a weight rightly: it takes blocks for equally large (Fp8Dequantize, 5.23)."""
-    return all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
+def _in_equal_blocks(shape: Sequence[int], rows: int) -> bool:
+    """Whether loaders read a weight in blocks rightly, beside weights of the same inputs with at most so many ``rows``.
+
+    transformers takes blocks for equally large (Fp8Dequantize, 5.23). vLLM joins weights of the same inputs only where
+    a block ends (validate_fp8_block_shape in layers/quantization/utils/fp8_utils.py, 0.33); where all are smaller than
+    a block the model is a toy, which transformers reads.
+    """
+    equal = all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
+    return equal and (shape[0] % _BLOCK == 0 or rows < _BLOCK)
 
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}
@@ -178,7 +184,7 @@ class QuantizedTensors:
         if self.kept:
             say(console, f"           {len(self.kept):,} of them were not trained, and are the base's bit for bit")
         if self.unread:
-            why = "sides that no blocks of equal size fill, which transformers can't read"
+            why = "sides that no blocks of equal size fill, which transformers or vLLM can't read"
             say(
                 console,
                 f"           {len(self.unread):,} linear weights stay bfloat16 ({why}): {first_names(self.unread)}",
@@ -227,8 +233,7 @@ def quantize(
     if not kept:  # the base's tensors say nothing of those that are written
         packed = {}
     scheme, linear = _chosen(asked, model, tensors, own)
-    # engines join a module's projections, and so want all of them in one format
-    mixed = {_around(name) for name in linear if not scheme.is_read(tensors[name].shape)}
+    mixed = _mixed(scheme, {name: tensors[name].shape for name in linear})
     chosen = [name for name in linear if _around(name) not in mixed]
     beside = {**tensors, **{name: Lazy.of(array) for name, array in untrained.items()}}
     left = {name for name, lazy in beside.items() if lazy.like.dim() == 2 and name.endswith(".weight")} - set(chosen)
@@ -246,6 +251,15 @@ def quantize(
 def _around(name: str) -> str:
     """The module around the module that a weight belongs to."""
     return ".".join(name.split(".")[:-2])
+
+
+def _mixed(scheme: Scheme, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """The modules of which loaders would not read all weights; engines join some, and so want all in one format."""
+    inputs = {name: (_around(name), shape[-1]) for name, shape in shapes.items()}  # equal where they may be joined
+    rows: dict[Any, int] = defaultdict(int)
+    for name, key in inputs.items():
+        rows[key] = max(rows[key], shapes[name][0])
+    return {_around(name) for name, key in inputs.items() if not scheme.is_read(shapes[name], rows[key])}
 
 
 def _check_written(settings: Mapping[str, Any], own: Mapping[str, Format], base: HubWeights | None) -> None:
