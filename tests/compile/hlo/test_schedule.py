@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.compile.hlo.cost import Counter
 from shardwright.compile.hlo.efficiency import KINDS, MEASURED, Reached
-from shardwright.compile.hlo.kernels import kernel_work
+from shardwright.compile.hlo.kernels import kernel_work, told_of
 from shardwright.compile.hlo.links import Links, Ring
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import Schedule
@@ -114,6 +114,7 @@ y: bf16[17408,5760]) -> bf16[17408,5760] {
 """
     )
     part = kernel_work(entry.by_name["part"], V5P.flops_a_byte)
+    assert told_of(entry.by_name["part"]) == 1 / 8
     whole = gmm_work(17408, 2880, 5760, 32, 167, 2, tiles(V5P.flops_a_byte))
     assert part is not None
     assert (part.size, whole.size) == (128, 128)

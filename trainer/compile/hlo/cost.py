@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from shardwright.compile.hlo.communication import Collective, Traffic, collective, module_of
 from shardwright.compile.hlo.flops import convolution_flops, dot_flops
-from shardwright.compile.hlo.kernels import is_kernel
+from shardwright.compile.hlo.kernels import is_kernel, told_of
 from shardwright.compile.hlo.links import Links
 from shardwright.compile.hlo.text import HBM, HOST, Computation, Instruction, Leaf
 from shardwright.compile.hlo.trip_counts import trip_count
@@ -213,7 +213,7 @@ def _work(cost: Cost, instruction: Instruction) -> None:
         cost.flops += convolution_flops(instruction)
     elif is_kernel(instruction):
         estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
-        if flops := int(estimate or 0):
+        if flops := int(estimate or 0) * told_of(instruction):
             cost.flops += flops
             cost.kernel_flops += flops
         else:

@@ -51,21 +51,35 @@ def _attention(blocks: Leaf, numbers: list[Leaf], outputs: Sequence[Leaf], maske
 def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf, flops_a_byte: float) -> Work | None:
     (left, right), most = numbers[:2], tiles(flops_a_byte)
     size = dtype_bits(left.dtype) // 8
-    lists = [leaf.elements for leaf in operands if _whole(leaf) and leaf.elements > 1]
-    visits = max(lists, default=1)
+    visits = max((leaf.elements for leaf in operands if _whole(leaf)), default=1)
     if len(output.dims) == 2 and len(right.dims) == 3 and output.dims[0] == left.dims[0]:
-        rows, groups = left.dims[0], right.dims[0]
-        # The first list has where all groups begin, and their end: a product with some of them has their share of rows,
-        # and of the tiles that all are in.
-        of = lists[0] - 1 if len(lists) == 3 else groups
-        tiles_met = max((visits - of + 1) * groups // of, 1)
-        visits = tiles_met + groups - 1
-        return gmm_work(rows * groups // of, left.dims[1], output.dims[1], groups, visits, size, most)
+        groups, of = right.dims[0], _groups(operands) or right.dims[0]
+        # a product with some of the groups has their share of the rows, and of the tiles that all are in
+        visits = max((visits - of + 1) * groups // of, 1) + groups - 1
+        return gmm_work(left.dims[0] * groups // of, left.dims[1], output.dims[1], groups, visits, size, most)
     if len(output.dims) == 3 and len(right.dims) == 2 and right.dims[0] in left.dims:
         groups, inner, outer = output.dims
         sum_size = dtype_bits(output.dtype) // 8
         return tgmm_work(right.dims[0], inner, outer, groups, visits, size, sum_size, most)
     return None
+
+
+def told_of(kernel: Instruction) -> float:
+    """The part of the FLOPs that a kernel tells which it computes: a grouped product tells those of all groups' rows."""
+    numbers = [leaf for leaf in kernel.inputs if not _whole(leaf)]
+    if (
+        len(kernel.leaves) == 1
+        and len(kernel.leaves[0].dims) == 2
+        and [len(leaf.dims) for leaf in numbers[:2]] == [2, 3]
+    ):
+        return numbers[1].dims[0] / (_groups(kernel.inputs) or numbers[1].dims[0])
+    return 1.0
+
+
+def _groups(operands: Sequence[Leaf]) -> int | None:
+    """The number of a grouped product's groups: the first of its lists has where each begins, and where all end."""
+    lists = [leaf.elements for leaf in operands if _whole(leaf) and leaf.elements > 1]
+    return lists[0] - 1 if len(lists) == 3 else None
 
 
 def _whole(leaf: Leaf) -> bool:
