@@ -29,7 +29,7 @@ _CAPACITY2, _DROPLESS = "--compute experts=capacity,capacity_factor=2.0", "--com
 _TRAIN = "--only_train_step"
 _NEWER = "--libtpu 0.0.52"
 _KEPT, _CAPACITY_KEPT = "--compute remat=1.0", f"{_CAPACITY},remat=1.0"
-_LORA, _LORA8, _INT8, _SAME = "--lora_r 16", "--lora_r 8", "--base_dtype int8", "--base_dtype same"
+_LORA, _INT8, _SAME = "--lora_r 16", "--base_dtype int8", "--base_dtype same"
 _ALL4, _ALL32, _ALL64 = (f"--mesh fsdp=1,expert={chips}" for chips in (4, 32, 64))
 _EXPERTS8, _EXPERTS4 = "--mesh fsdp=1,expert=8", "--mesh fsdp=2,expert=4"
 _PLAIN = "--compute scan=False,remat=none"
@@ -215,7 +215,6 @@ TABLES: dict[str, dict[str, str]] = {
         "DeepSeek-V3, v6e:4x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:4x8", 1, _LORA, _SAME, _ALL32, _TRAIN),
         "DeepSeek-V3, v6e:8x8": step("deepseek_v3_ep", "deepseek_v3", "v6e:8x8", 1, _LORA, _SAME, _ALL64, _TRAIN),
         "Kimi-K2.5, v6e:4x8": step("deepseek_v3_ep", "kimi_k2_5", "v6e:4x8", 1, _LORA, _SAME, _ALL32, _TRAIN),
-        "Kimi-K2.5, rank 8, v6e:4x8": step("deepseek_v3_ep", "kimi_k2_5", "v6e:4x8", 1, _LORA8, _SAME, _ALL32, _TRAIN),
     },
     "graphs": {
         recipe: step(recipe, _MIXTRAL, _V5P, 4, _CAPACITY) for recipe in ("mixtral_ep", "mixtral_fsdp", "mixtral_ep_tp")

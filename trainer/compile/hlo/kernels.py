@@ -65,14 +65,10 @@ def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf, flops_a_by
 
 
 def told_of(kernel: Instruction) -> float:
-    """The part of the FLOPs that a kernel tells which it computes: a grouped product tells those of all groups' rows."""
-    numbers = [leaf for leaf in kernel.inputs if not _whole(leaf)]
-    if (
-        len(kernel.leaves) == 1
-        and len(kernel.leaves[0].dims) == 2
-        and [len(leaf.dims) for leaf in numbers[:2]] == [2, 3]
-    ):
-        return numbers[1].dims[0] / (_groups(kernel.inputs) or numbers[1].dims[0])
+    """The part that a kernel computes of the FLOPs that it tells: a grouped product tells those of all groups' rows."""
+    dims = [leaf.dims for leaf in kernel.inputs if not _whole(leaf)]
+    if len(kernel.leaves) == 1 and len(kernel.leaves[0].dims) == 2 and [len(each) for each in dims[:2]] == [2, 3]:
+        return dims[1][0] / (_groups(kernel.inputs) or dims[1][0])
     return 1.0
 
 
