@@ -136,6 +136,8 @@ def test_cudas_compiler_takes_the_kernels() -> None:
 
     def multiply(x: Array, w: Array, y: Array, sizes: Array) -> Any:
         ours = cuda_grouped.grouped_product(x, w, sizes, (128, 0, 0), contract_last=True)
+        part = (sizes[0], ours)
+        ours = cuda_grouped.grouped_product(x, w[:2], sizes, (128, 0, 0), part, contract_last=True)
         return ours, cuda_grouped.grouped_outer(x, y, sizes, (128, 0, 0), None)
 
     wide, narrow = shaped(1, 32, 2048, 64), shaped(1, 8, 2048, 64)
@@ -146,5 +148,5 @@ def test_cudas_compiler_takes_the_kernels() -> None:
         (multiply, experts),
     ):
         lowered = jax.jit(function).lower(*shapes)
-        assert lowered.as_text().count("xla.gpu.triton") == {attend: 3, multiply: 2}[function]
+        assert lowered.as_text().count("xla.gpu.triton") == 3
         assert lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes >= 0
