@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from shardwright.arguments.known_flags.entry import word
 from shardwright.arguments.known_flags.flag_words import refusal, text_of
@@ -20,7 +20,7 @@ def takes_known_flags(kind: Kind) -> Kind:
     A mapping is taken for what a file of options would have of it.
     """
     made: Any = kind.__init__  # type: ignore[misc]
-    texts = {each.name for each in fields(kind) if dict not in get_args(each.type)}
+    texts = {each.name for each in fields(kind) if "dict" not in str(each.type)}
 
     @functools.wraps(made)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
