@@ -95,7 +95,7 @@ class ExpertShards:
         return ordered(gradient) if narrow else gradient
 
     def turned(self, number: int) -> bool:
-        """Whether `whole` swaps a weight's last two dimensions: if they lie so, or the last alone is gathered.
+        """True if `whole` swaps a weight's last two dimensions: they lie so, or the last alone is gathered.
 
         Of a factor the rank never comes last: a kernel's operand would be padded to a tile's columns, with the factors
         of all layers copied so before a loop.

@@ -102,7 +102,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies(part: torch.Tensor, hub: torch.Tensor) -> str:
-    """How ``hub`` lies in ``part`` of a parameter: as :func:`way`, or with its last two dimensions joined."""
+    """The place of ``hub`` in ``part`` of a parameter: as :func:`way`, or with its last two dimensions joined."""
     part, hub = as_bytes(part), as_bytes(hub.to(part.dtype))
     if hub.dim() == 4 and torch.equal(part, hub.flatten(2)):
         return "blocks joined"

@@ -81,7 +81,7 @@ def _check_isolation(recipe: Recipe, args: TrainingArguments, facts: ModelFacts,
 
 
 def _kept_apart(args: TrainingArguments) -> tuple[str, str, str]:
-    """What a row's segments are, what asks for them to be kept apart, and what asks for none."""
+    """A row's segments in words, what asks for them to be kept apart, and what asks for none."""
     other = "a model such as llama"
     if args.goal.groups is not None:
         return "the answers of a row", f"--objective {args.objective}", f"{other}, or --objective sft"

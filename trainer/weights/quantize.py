@@ -69,7 +69,7 @@ def _packed(form: Format, name: str, **weights: Any) -> Scheme:
 
 
 def _in_equal_blocks(shape: Sequence[int], rows: int) -> bool:
-    """Whether loaders read a weight in blocks rightly, beside weights of the same inputs with at most so many ``rows``.
+    """True if loaders read a weight in blocks rightly, beside weights of the same inputs with at most so many ``rows``.
 
     transformers takes blocks for equally large (Fp8Dequantize, 5.23). vLLM joins weights of the same inputs only where
     a block ends (validate_fp8_block_shape in layers/quantization/utils/fp8_utils.py, 0.33); where all are smaller than

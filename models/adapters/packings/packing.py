@@ -93,7 +93,7 @@ class Packing(ABC):
         return Part(weight.shape, self.code_dtype, tuple(range(len(ones))), ones, ones)
 
     def lies_turned(self, weight: Weight) -> bool:
-        """Whether codes lie with the weight's last two dimensions swapped."""
+        """True if codes lie with the weight's last two dimensions swapped."""
         dims = self.codes(weight).dims
         return dims != tuple(range(len(dims)))
 
