@@ -155,7 +155,7 @@ def record(folder: Path) -> dict[str, Any]:
         name = type(config.quant_config)
         source = f"{type(model).__module__.replace('.', '/')}.py, {name.__module__.replace('.', '/')}.py"
         return {"source": source, "config": settings, **read_weights(model, tensors)}
-    except (ValueError, AssertionError, KeyError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, AssertionError, KeyError, RuntimeError) as error:
         if "-v" in sys.argv:
             raise
         return {"config": settings, "refused": f"{type(error).__name__}: {str(error)[:300]}"}

@@ -211,8 +211,8 @@ def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeig
 def kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
     """Tell by its name whether a parameter of ``model`` stays in float32 where the others are narrower.
 
-    transformers loads it so; or it is a bias that chooses experts, which families publish in float32 and engines read
-    so, whether transformers keeps it or not (MiniMax-M2): rounded to bfloat16 it chooses others.
+    transformers loads it so; or it is a bias that chooses experts, which engines read in float32, whether transformers
+    keeps it or not: rounded to bfloat16 it chooses others.
     """
     # semi-private: transformers/modeling_utils.py, transformers 5.23
     names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}

@@ -14,7 +14,7 @@ from shardwright.errors import UserError
 
 # Collectives that a device waits in at once, at most. It is a property of the compiled program, which
 # `python -m tests.support.waiting` computes: one, and as many as there are loops that run beside it. Steps of recipes
-# have 1 to 3; a thread that is not needed costs nothing. When all are stuck, each collective that waits lacks a device,
+# have 1 to 3, and a program of one's own may have more. When all are stuck, each collective that waits lacks a device,
 # so that fewer than so many threads for each device are held. XLA makes 256 at most.
 AT_ONCE = 8
 
