@@ -17,6 +17,7 @@ from shardwright.layout.recipe import Compute, Recipe
 from shardwright.xla import cuda, light_imports
 
 if TYPE_CHECKING:
+    from shardwright.accelerator import Accelerator
     from shardwright.arguments.training import TrainingArguments
     from shardwright.job import Job
     from shardwright.loop import TrainingLoop
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["Compute", "Mesh", "Recipe", "Replicate", "Shard", "UserError", "__version__"]
-__all__ += ["Job", "Trainer", "TrainingArguments", "TrainingLoop", "train"]
+__all__ += ["Accelerator", "Job", "Trainer", "TrainingArguments", "TrainingLoop", "train"]
 __all__ += ["DPOConfig", "DPOTrainer", "KTOConfig", "KTOTrainer"]
 __all__ += ["RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer"]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 # public name → its module
 _LATER = {
     **{f"{name}{kind}": "trl_trainers" for name in ("DPO", "KTO", "Reward", "SFT") for kind in ("Config", "Trainer")},
+    "Accelerator": "accelerator",
     "Job": "job",
     "Trainer": "trainer",
     "TrainingArguments": "arguments.training",

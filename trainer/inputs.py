@@ -134,13 +134,7 @@ def resolve(
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
     for name, function in given.items():
         _check_kind(name, function, Callable, "a function")
-    _resolve_model(model, options, given)
-    if isinstance(recipe, Recipe):
-        given["recipe"] = recipe if recipe.name else replace(recipe, name="given")
-        options["recipe"] = given["recipe"].name
-    elif recipe is not None:
-        _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a shardwright.Recipe")
-        options["recipe"] = os.fspath(recipe)
+    resolve_model(model, recipe, options, given)
     if data_collator is not None:
         _check_kind("data_collator", data_collator, Callable, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
         given["collator"] = data_collator
@@ -190,7 +184,14 @@ def _check_beside_model(model: PreTrainedModel, args: TrainingArguments, tokeniz
         )
 
 
-def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
+def resolve_model(model: Any, recipe: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
+    """Add the options of a caller's model and recipe to ``options``, and what no option can name to ``given``."""
+    if isinstance(recipe, Recipe):
+        given["recipe"] = recipe if recipe.name else replace(recipe, name="given")
+        options["recipe"] = given["recipe"].name
+    elif recipe is not None:
+        _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a shardwright.Recipe")
+        options["recipe"] = os.fspath(recipe)
     if isinstance(model, PreTrainedModel):
         elsewhere = next((f"{n} is on {p.device}" for n, p in model.named_parameters() if p.device.type != "cpu"), None)
         if elsewhere is not None:

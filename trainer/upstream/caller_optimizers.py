@@ -38,11 +38,11 @@ def optimizer_options(
         kind, numbers = kind_and_numbers
         stand_in = nn.Linear(1, 1)  # the class fills in its defaults
         optimizer = _made(kind, stand_in, numbers)
-        found = _adam_options(optimizer)
+        found = adam_options(optimizer)
         return {**found, "weight_decay": optimizer.param_groups[0]["weight_decay"]}
     options: dict[str, Any] = {}
     if optimizer is not None:
-        options = {**_adam_options(optimizer), "weight_decay": _decay(optimizer, model)}
+        options = {**adam_options(optimizer), "weight_decay": _decay(optimizer, model)}
     if scheduler is not None:
         options |= _schedule_options(scheduler, args)
     return options
@@ -71,7 +71,7 @@ def _made(kind: Any, model: nn.Module, numbers: Any) -> Any:
         raise refused("optimizer_cls_and_kwargs", text, "its class does not take these", _ADAMW) from error
 
 
-def _adam_options(optimizer: Any) -> dict[str, Any]:
+def adam_options(optimizer: Any) -> dict[str, Any]:
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         raise _no_such(kind.__name__)

@@ -13,7 +13,7 @@ from shardwright.hosts.hosts import hosts
 from shardwright.hosts.versions import versions
 from shardwright.report.lines import say
 from shardwright.upstream.model_card import FILE, Card, last_metrics, may_write
-from shardwright.upstream.processes import Accelerator
+from shardwright.upstream.processes import Processes
 from shardwright.weights.hub_push import push_folder
 
 
@@ -27,9 +27,9 @@ class Outputs:
     _hub: dict[str, Any]  # further options of a push that the arguments hold
 
     @property
-    def accelerator(self) -> Accelerator:
+    def accelerator(self) -> Processes:
         """The processes of the job: `accelerator.print`, `accelerator.is_main_process`."""
-        return Accelerator()
+        return Processes()
 
     def is_world_process_zero(self) -> bool:
         """Whether this process writes what all share."""

@@ -1,8 +1,11 @@
 """accelerate beside this trainer: kept off the devices, and the few things that scripts ask its Accelerator for."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate.state
+import accelerate.utils.random
 
 from shardwright.hosts.hosts import hosts
 from shardwright.upstream.absent_names import NotHere
@@ -14,12 +17,16 @@ def keep_devices_free() -> None:
     transformers' TrainingArguments open them where torch_xla is installed, each device for itself; on virtual devices
     its ``main_process_first`` then waits for ever.
     """
-    # semi-private: accelerate/state.py, accelerate 1.15
-    accelerate.state.is_torch_xla_available = lambda *_, **__: False  # type: ignore[assignment]
+    # semi-private: accelerate/state.py, accelerate/utils/random.py (whose set_seed opens a device), accelerate 1.15
+    for module in (accelerate.state, accelerate.utils.random):
+        module.is_torch_xla_available = lambda *_, **__: False  # type: ignore[attr-defined]
 
 
-class Accelerator:
+class Processes:
     """The processes of a job as scripts see them through ``trainer.accelerator``: who prints, and waiting."""
+
+    # of a name that is not here
+    instead = "Trainer's own arguments; print, is_main_process and wait_for_everyone are here"
 
     @property
     def is_main_process(self) -> bool:
@@ -52,12 +59,23 @@ class Accelerator:
     def end_training(self) -> None:
         """Do nothing: trackers end with the run."""
 
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The first host goes through the ``with`` before the others."""
+        if not hosts().first:
+            self.wait_for_everyone()
+        yield
+        if hosts().first:
+            self.wait_for_everyone()
+
+    local_main_process_first = main_process_first
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise NotHere(
-            asked=f"trainer.accelerator.{name}",
+            asked=f"accelerator.{name}",
             found="accelerate's Accelerator, which divides a loop of one's own among processes",
             why="here the devices are one mesh, a host runs one process, and a step is one computation",
-            instead="Trainer's own arguments; print, is_main_process and wait_for_everyone are here",
+            instead=self.instead,
         )

@@ -1,0 +1,244 @@
+"""A loop of one's own on the mesh: its loss, gradients and weights beside the same loop on the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from shardwright import Accelerator, TrainingArguments
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.prove.sharded import unstacked
+from shardwright.report.lines import Terminal
+from shardwright.upstream.absent_names import NotHere
+from shardwright.xla import runtime
+from tests.support.cases import PLAIN_LAYERS, check_near, one_layer, plain_model, small_config
+
+ROWS, LENGTH, STEPS = 16, 16, 3
+SUMS = 1e-5  # relative: sums of float32 in another order
+
+
+def records(config: Any, count: int, padded: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Random tokens; of every other record the last ``padded`` are padding, which is not scored."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for number in range(count):
+        tokens = torch.randint(0, config.vocab_size, (LENGTH,), generator=generator)
+        mask = torch.ones_like(tokens)
+        mask[LENGTH - padded * (number % 2) :] = 0
+        labels = torch.where(mask > 0, tokens, -100)
+        found.append({"input_ids": tokens, "labels": labels, **({"attention_mask": mask} if padded else {})})
+    return found
+
+
+def of_rows(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss that no trainer knows: of the model's own, and of logits of what is no padding."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return outputs.loss + 0.1 * ((outputs.logits.float() ** 2).mean(-1) * real).mean()
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def accelerator(recipe: Any = None, **more: Any) -> Accelerator:
+    return Accelerator(recipe=recipe, console=Terminal(quiet=True), **more)
+
+
+def check_loops(recipe: str, config: Any, *, padded: int = 0, accumulation: int = 1, **compute: Any) -> Accelerator:
+    """The same loop twice; a step's gradients are read before they are clipped."""
+    written = load_recipe(recipe).computing(**compute)
+    theirs = plain_model(config)
+    if hasattr(theirs.config, "output_router_logits"):
+        theirs.config.output_router_logits = written.compute.router_loss
+    ours = copy.deepcopy(theirs)
+    optimizers = [torch.optim.AdamW(groups(model), lr=3e-3, betas=(0.9, 0.95)) for model in (theirs, ours)]
+    schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
+    data = DataLoader(records(config, ROWS * STEPS * accumulation, padded), batch_size=ROWS)
+    maker = accelerator(written, gradient_accumulation_steps=accumulation)
+    model, optimizer, loader, schedule = maker.prepare(ours, optimizers[1], data, schedules[1])
+    plain, losses, gradients = list(data), [], []
+    for batch in loader:
+        with maker.accumulate(model):
+            loss = of_rows(model(**batch), batch)
+            maker.backward(loss)
+            if maker.sync_gradients:
+                step = model.loop.step
+                gradients.append(dict(unstacked(step.placed.job.stored, step.gradients)))
+                maker.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss)
+    for number, (batch, loss) in enumerate(zip(plain, losses, strict=True)):
+        expected = of_rows(theirs(**batch, use_cache=False), batch)
+        (expected / accumulation).backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=SUMS)
+        if (number + 1) % accumulation:
+            continue
+        found = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+        check_near(gradients[number // accumulation], found, 2e-5 if number // accumulation else SUMS)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizers[0].step()
+        schedules[0].step()
+        optimizers[0].zero_grad()
+    after = dict(maker.unwrap_model(model).named_parameters())
+    assert after is not None and maker.unwrap_model(model) is ours
+    check_near(dict(after), dict(theirs.named_parameters()), 1e-4)
+    return maker
+
+
+def test_losses_gradients_and_weights_are_those_of_the_plain_loop_with_padding_and_tensor_parallelism():
+    check_loops("llama_tp", one_layer("llama_tp"), padded=5, **PLAIN_LAYERS)
+
+
+def test_experts_on_a_mesh_in_scanned_layers_and_micro_batches():
+    check_loops("mixtral_ep", small_config(load_recipe("mixtral_ep")), accumulation=2)
+
+
+def test_rows_whose_tokens_lie_on_several_devices():
+    check_loops("llama_cp", one_layer("llama_cp"), **PLAIN_LAYERS)
+
+
+def tiny(count: int = 40, rows: int = 16, **more: Any) -> tuple[Accelerator, Any, Any, Any]:
+    """A maker and what it prepares of a small model, its AdamW and ``count`` records."""
+    config = one_layer("llama_fsdp")
+    model, maker = plain_model(config), accelerator(args=TrainingArguments(compute="scan=False,remat=none"), **more)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return maker, *maker.prepare(model, optimizer, DataLoader(records(config, count), batch_size=rows))
+
+
+def test_a_step_is_one_program_and_a_short_batch_none_of_its_own():
+    maker, model, optimizer, loader = tiny(40)
+    compiled, rows = [], []
+    for _ in range(2):
+        for batch in loader:
+            outputs = model(**batch)
+            maker.backward(outputs.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            compiled.append((runtime.program_count(), outputs.loss.item()))
+            rows.append(len(maker.gather_for_metrics(outputs.logits)))
+    assert rows == [16, 16, 8] * 2, "rows that complete a batch are taken off again"
+    assert len({count for count, _ in compiled[1:]}) == 1, compiled
+    model.eval()
+    with torch.no_grad():
+        losses = [maker.gather(model(**batch).loss.reshape(1)) for batch in loader]
+    assert torch.cat(losses).mean().item() < compiled[0][1]
+    assert len(loader) == 3
+    assert maker.get_state_dict(model).keys() == model.module.state_dict().keys()
+
+
+def test_batches_of_many_shapes_are_told_of(capsys):
+    maker, model, *_ = tiny()
+    maker.console.quiet = False
+    with torch.no_grad():
+        for length in range(4, 4 + 24):
+            _ = model(torch.ones(8, length, dtype=torch.int64))
+    said = capsys.readouterr().out
+    assert said.count("warning: ") == 1
+    assert "8 × 4, 8 × 5" in said
+    assert "padding='max_length'" in said
+
+
+class Kept(GeneralTracker):
+    name, requires_logging_directory, main_process_only = "kept", False, False
+
+    def __init__(self) -> None:
+        super().__init__(_blank=True)
+        self.entries: list[Any] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.entries.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        self.entries.append((step, values))
+
+    def finish(self) -> None:
+        self.entries.append("end")
+
+
+def test_trackers_are_accelerates():
+    tracker = Kept()
+    maker = accelerator(log_with=tracker)
+    maker.init_trackers("project", {"lr": 1})
+    maker.log({"loss": torch.tensor(0.5)}, step=3)
+    maker.end_training()
+    assert tracker.entries == [{"lr": 1}, (3, {"loss": 0.5}), "end"]
+
+
+def frozen(model: Any) -> Any:
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+def prepared(optimizer: Any = None, model: Any = None, loader: Any = None) -> Any:
+    config = one_layer("llama_fsdp")
+    model = plain_model(config) if model is None else model
+    made = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer(model)
+    loader = DataLoader(records(config, 16), batch_size=8) if loader is None else loader
+    return accelerator().prepare(model, made, loader)
+
+
+def one_batch(**how: Any) -> Any:
+    model, _, loader = prepared(**how)
+    return model(**next(iter(loader)))
+
+
+def halves(model: Any) -> Any:
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": [first], "weight_decay": 0.1}, {"params": others, "weight_decay": 0.2}])
+
+
+def two_rates() -> None:
+    maker, model, optimizer, loader = tiny(16)
+    optimizer.own.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1.0})
+    maker.backward(model(**next(iter(loader))).loss)
+    optimizer.step()
+
+
+MISTAKES: dict[str, Any] = {
+    "another precision": (lambda: accelerator(mixed_precision="fp16"), "mixed_precision='bf16'"),
+    "a plugin": (lambda: accelerator(fsdp_plugin=1), r"Accelerator\(mixed_precision=…"),
+    "a tracker unknown": (lambda: accelerator(log_with="mylog"), "one of aim"),
+    "a tracker not installed": (lambda: accelerator(log_with="aim"), "pip install aim"),
+    "no model": (lambda: accelerator().prepare(DataLoader([1])), "accelerator.prepare"),
+    "no model of transformers": (lambda: accelerator().prepare(torch.nn.Linear(2, 2)), "AutoModelForCausalLM"),
+    "a thing of another kind": (lambda: accelerator().prepare(5), "a DataLoader or a schedule"),
+    "a second model": (lambda: accelerator().prepare(*[plain_model(one_layer("llama_fsdp"))] * 2), "for each model"),
+    "frozen weights": (lambda: one_batch(model=frozen(plain_model(one_layer("llama_fsdp")))), "requires_grad_"),
+    "another optimizer": (lambda: prepared(lambda m: torch.optim.SGD(m.parameters(), lr=1.0)), "TrainingArguments"),
+    "a part of the weights": (lambda: prepared(lambda m: torch.optim.AdamW(list(m.parameters())[1:])), "all of model"),
+    "two decays": (lambda: prepared(halves), "one, and 0 elsewhere"),
+    "two rates": (two_rates, "one lr for all groups"),
+    "rows that don't divide": (lambda: one_batch(loader=DataLoader(records(one_layer("llama_fsdp"), 6), batch_size=6)),
+                               r"batch_size=8\)"),
+    "no tokens": (lambda: one_batch(loader=DataLoader([{"text": "a"}])), "records with input_ids"),
+    "an input unknown": (lambda: prepared()[0](torch.ones(8, 8, dtype=torch.int64), past_key_values=1), "unwrap_model"),
+    "a step without gradients": (lambda: prepared()[1].step(), r"accelerator.backward\(loss\)"),
+    "a closure": (lambda: prepared()[1].step(lambda: 1), "accelerator.backward"),
+    "clipping without gradients": (lambda: tiny()[0].clip_grad_norm_([], 1.0), "accelerator.backward"),
+    "another norm": (lambda: tiny()[0].clip_grad_norm_([], 1.0, norm_type=1), "clip_grad_value_"),
+    "a loss of nothing": (lambda: tiny()[0].backward(torch.tensor(1.0)), "outside torch.no_grad"),
+    "the optimizer's state": (lambda: prepared()[1].state_dict(), "shardwright.Trainer"),
+    "a checkpoint": (lambda: accelerator().save_state("here"), "Trainer's"),
+    "generating": (lambda: prepared()[0].generate(1), "unwrap_model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_can_t_be_says_what_to_write(name):
+    make, mend = MISTAKES[name]
+    with pytest.raises(UserError) as told:
+        make()
+    assert told.match(f"instead: .*(?:{mend})"), told.value
+    assert isinstance(told.value, NotHere) == (name in ("a checkpoint", "generating"))

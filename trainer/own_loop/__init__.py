@@ -1,0 +1,1 @@
+"""A training loop of one's own on the mesh: its model, optimizer and loaders."""
