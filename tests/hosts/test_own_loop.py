@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.support.hosts import HostLives, log_of, same_weights
+from tests.support.cases import check_near
+from tests.support.hosts import HostLives, log_of
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 
@@ -26,4 +28,5 @@ def test_a_loop_of_ones_own_on_two_hosts_trains_what_it_does_on_one(tmp_path):
     assert [*map(float, losses[0])] == pytest.approx([*map(float, losses[1])], rel=1e-5)
     assert "loss " not in said[2][1], "the first host prints"
     assert re.search(r"host 1 of 2", said[2][1])
-    assert same_weights(tmp_path / "1", tmp_path / "2")
+    weights = [load_file(tmp_path / f"{count}/model/model.safetensors") for count in (1, 2)]
+    check_near(*weights, 1e-4)
