@@ -25,7 +25,7 @@ from shardwright.inputs import RunInputs
 from shardwright.run import prepare
 from tests.support.mends import Request, mended
 from tests.support.messages import Offers, Site
-from tests.support.mistakes import calls, commands, data, objects, recipes, rooms, weights
+from tests.support.mistakes import calls, commands, data, objects, own_loop, recipes, rooms, weights
 from tests.support.mistakes.untried import UNTRIED
 from tests.support.paths import ROOT
 from tests.support.tried import Tried
@@ -33,7 +33,7 @@ from tests.support.tried import Tried
 TRIED = Tried()
 ROOMS = ("trainer", "models", "scripts")  # scripts/measure is the house's own
 APPLIED = re.compile(r"(?<![\w-])--[a-z]\w+|\b\w+=(?!=)|\w\(|\bpip install|\bpython |\": \{|did you mean|^one of|\bhf ")
-CALLS = {**objects.MISTAKES, **calls.MISTAKES, **data.MISTAKES, **weights.MISTAKES}
+CALLS = {**objects.MISTAKES, **calls.MISTAKES, **data.MISTAKES, **weights.MISTAKES, **own_loop.MISTAKES}
 OPTIONS = (TrainingArguments, CompileArguments, EvaluationArguments)
 OTHERS = (
     "run",

@@ -12,12 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from shardwright import Accelerator, TrainingArguments
-from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.prove.sharded import unstacked
 from shardwright.report.lines import Terminal
 from shardwright.step import own_step
-from shardwright.upstream.absent_names import NotHere
 from shardwright.xla import runtime
 from tests.support.cases import PLAIN_LAYERS, check_near, one_layer, plain_model, small_config
 
@@ -177,71 +175,3 @@ def test_trackers_are_accelerates():
     maker.log({"loss": torch.tensor(0.5)}, step=3)
     maker.end_training()
     assert tracker.entries == [{"lr": 1}, (3, {"loss": 0.5}), "end"]
-
-
-def frozen(model: Any) -> Any:
-    next(model.parameters()).requires_grad_(False)
-    return model
-
-
-def prepared(optimizer: Any = None, model: Any = None, loader: Any = None) -> Any:
-    config = one_layer("llama_fsdp")
-    model = plain_model(config) if model is None else model
-    made = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer(model)
-    loader = DataLoader(records(config, 16), batch_size=8) if loader is None else loader
-    return accelerator().prepare(model, made, loader)
-
-
-def one_batch(**how: Any) -> Any:
-    model, _, loader = prepared(**how)
-    return model(**next(iter(loader)))
-
-
-def halves(model: Any) -> Any:
-    first, *others = model.parameters()
-    return torch.optim.AdamW([{"params": [first], "weight_decay": 0.1}, {"params": others, "weight_decay": 0.2}])
-
-
-def two_rates() -> None:
-    maker, model, optimizer, loader = tiny(16)
-    optimizer.own.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1.0})
-    maker.backward(model(**next(iter(loader))).loss)
-    optimizer.step()
-
-
-MISTAKES: dict[str, Any] = {
-    "another precision": (lambda: accelerator(mixed_precision="fp16"), "mixed_precision='bf16'"),
-    "a plugin": (lambda: accelerator(fsdp_plugin=1), r"Accelerator\(mixed_precision=…"),
-    "a tracker unknown": (lambda: accelerator(log_with="mylog"), "one of aim"),
-    "a tracker not installed": (lambda: accelerator(log_with="aim"), "pip install aim"),
-    "no model": (lambda: accelerator().prepare(DataLoader([1])), "accelerator.prepare"),
-    "no model of transformers": (lambda: accelerator().prepare(torch.nn.Linear(2, 2)), "AutoModelForCausalLM"),
-    "a thing of another kind": (lambda: accelerator().prepare(5), "a DataLoader or a schedule"),
-    "a second model": (lambda: accelerator().prepare(*[plain_model(one_layer("llama_fsdp"))] * 2), "for each model"),
-    "frozen weights": (lambda: one_batch(model=frozen(plain_model(one_layer("llama_fsdp")))), "requires_grad_"),
-    "another optimizer": (lambda: prepared(lambda m: torch.optim.SGD(m.parameters(), lr=1.0)), "TrainingArguments"),
-    "a part of the weights": (lambda: prepared(lambda m: torch.optim.AdamW(list(m.parameters())[1:])), "all of model"),
-    "two decays": (lambda: prepared(halves), "one, and 0 elsewhere"),
-    "two rates": (two_rates, "one lr for all groups"),
-    "rows that don't divide": (lambda: one_batch(loader=DataLoader(records(one_layer("llama_fsdp"), 6), batch_size=6)),
-                               r"batch_size=8\)"),
-    "no tokens": (lambda: one_batch(loader=DataLoader([{"text": "a"}])), "records with input_ids"),
-    "an input unknown": (lambda: prepared()[0](torch.ones(8, 8, dtype=torch.int64), past_key_values=1), "unwrap_model"),
-    "a step without gradients": (lambda: prepared()[1].step(), r"accelerator.backward\(loss\)"),
-    "a closure": (lambda: prepared()[1].step(lambda: 1), "accelerator.backward"),
-    "clipping without gradients": (lambda: tiny()[0].clip_grad_norm_([], 1.0), "accelerator.backward"),
-    "another norm": (lambda: tiny()[0].clip_grad_norm_([], 1.0, norm_type=1), "clip_grad_value_"),
-    "a loss of nothing": (lambda: tiny()[0].backward(torch.tensor(1.0)), "outside torch.no_grad"),
-    "the optimizer's state": (lambda: prepared()[1].state_dict(), "shardwright.Trainer"),
-    "a checkpoint": (lambda: accelerator().save_state("here"), "Trainer's"),
-    "generating": (lambda: prepared()[0].generate(1), "unwrap_model"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_what_can_t_be_says_what_to_write(name):
-    make, mend = MISTAKES[name]
-    with pytest.raises(UserError) as told:
-        make()
-    assert told.match(f"instead: .*(?:{mend})"), told.value
-    assert isinstance(told.value, NotHere) == (name in ("a checkpoint", "generating"))

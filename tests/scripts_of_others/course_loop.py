@@ -2,12 +2,14 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from datasets import load_dataset
 from torch.nn import CrossEntropyLoss
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+set_seed(0)
 tokenizer = AutoTokenizer.from_pretrained("base")
 model = AutoModelForCausalLM.from_pretrained("base")
 keytoken_ids = [tokenizer(word)["input_ids"][0] for word in ("a", "n", "1")]

@@ -13,7 +13,7 @@ set_seed(3)
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64))
 data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (36, 16))]
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
 for batch in loader:
     with accelerator.accumulate(model):
