@@ -35,7 +35,7 @@ class TrainedModel:
     mesh: DeviceMesh
     parameters: Tensors  # the dict that the steps share
     base: Source  # the starting weights, under the names of `job.facts.whole`
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     console: Console
 
     @property

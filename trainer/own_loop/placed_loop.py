@@ -79,7 +79,8 @@ class PlacedLoop:
         """The step, placed at the first call for batches of this one's size."""
         if self.step is None:
             try:
-                self.step = self._open(*batch["input_ids"].shape, padded="attention_mask" in batch)
+                rows, length = batch["input_ids"].shape
+                self.step = self._open(rows, length, padded="attention_mask" in batch)
             except UserError as error:
                 if "--" not in error.instead:
                     raise
@@ -113,7 +114,9 @@ class PlacedLoop:
                 why="each gets as many as the next",
                 instead=f"DataLoader(…, batch_size={-(-rows // shards) * shards}), the rows of all devices",
             )
-        job = replace(job, args=replace(job.args, per_device_train_batch_size=rows // shards))
+        # the model's loss is what its config says, as where the loop was written
+        recipe = job.recipe.computing(router_loss=bool(getattr(job.config, "output_router_logits", False)))
+        job = replace(job, recipe=recipe, args=replace(job.args, per_device_train_batch_size=rows // shards))
         if not padded:
             return job
         try:

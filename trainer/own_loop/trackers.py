@@ -38,7 +38,7 @@ class LoopTrackers:
         if not hosts().first:
             return
         for each in self._asked:
-            tracker = each
+            tracker: Any = each
             if not isinstance(each, GeneralTracker):
                 kind = LOGGER_TYPE_TO_CLASS[str(each)]
                 where = {"logging_dir": self._folder or "."} if kind.requires_logging_directory else {}

@@ -10,6 +10,7 @@ import torch
 import torch_xla
 from torch import Tensor
 
+from shardwright.errors import UserError
 from shardwright.models.ops import random_bits, scopes
 from shardwright.models.ops.labels import IGNORE
 from shardwright.models.ops.partial_gradients import Tensors
@@ -32,10 +33,8 @@ class OwnStep(TrainStep):
         self, placed: PlacedModel, decays: Mapping[str, float], recompiled: Callable[[int, int], None]
     ) -> None:
         super().__init__(placed)
-        stored = placed.job.stored
-        decayed = {entry.name for entry in stored.parameters if any(decays[m] for m in stored.members(entry.name))}
         decay = max(decays.values(), default=0.0)
-        self.optimizer = replace(self.optimizer, weight_decay=decay, decay=frozenset(decayed))
+        self.optimizer = replace(self.optimizer, weight_decay=decay, decay=_decayed(placed, decays))
         self.gradients: Tensors = {}  # of the backward passes since they were last cleared, by parameter
         self._leaves: Tensors = {}
         self._forwards, self._updates, self._first_program = 0, 0, program_count()
@@ -115,3 +114,20 @@ class OwnStep(TrainStep):
             learning = {name: self._learns(name) for name in self.parameters}
             self._leaves = {k: p.detach().requires_grad_(learning[k]) for k, p in self.parameters.items()}
         return self._leaves
+
+
+def _decayed(placed: PlacedModel, decays: Mapping[str, float]) -> frozenset[str]:
+    """The stored parameters that decay; UserError if some layers of a stack do and others don't."""
+    stored, whole, found = placed.job.stored, placed.job.facts.names_in_whole, set()
+    for entry in stored.parameters if decays else ():
+        members = {name: decays[whole.get(name, name)] for name in stored.members(entry.name)}
+        if len(set(members.values())) > 1:
+            raise UserError(
+                asked="an optimizer of groups with and without weight_decay",
+                found=", ".join(f"{decay} of {name}" for name, decay in list(members.items())[:4]),
+                why="these layers are one stack, which is updated at once",
+                instead="the same weight_decay for all layers; or --compute scan=False, which stacks none",
+            )
+        if any(members.values()):
+            found.add(entry.name)
+    return frozenset(found)

@@ -87,6 +87,18 @@ def left_padded(side: str) -> None:
     accelerator._loop.place({"input_ids": torch.ones_like(mask), "attention_mask": mask})
 
 
+def in_stacks(first_alone: bool, scan: bool = True) -> None:
+    """Two layers, of which the first's weights decay, and the second's unless ``first_alone``."""
+    model = plain_model(one_layer("llama_fsdp", num_hidden_layers=2))
+    named = list(model.named_parameters())
+    kept = [".layers.1." in name and first_alone for name, _ in named]
+    pairs = [([p for (_, p), own in zip(named, kept, strict=True) if own is some], not some) for some in (False, True)]
+    made = torch.optim.AdamW([{"params": each, "weight_decay": 0.1 * decays} for each, decays in pairs if each])
+    accelerator = maker(args=TrainingArguments(compute=f"scan={scan},remat=none"))
+    *_, data = accelerator.prepare(model, made, loader())
+    next(iter(data))
+
+
 BACKWARD = {"accelerator.backward(loss)": lambda: trained(lambda a, m, o: o.step())}
 MISTAKES: Mistakes = {
     "another precision": (lambda: maker(mixed_precision="fp16"), "neither bf16 nor no",
@@ -134,6 +146,9 @@ MISTAKES: Mistakes = {
     "a checkpoint": (lambda: maker().save_state("here"), "divides a loop", {"docs/own_loop.md": lambda: maker()}),
     "generating": (lambda: prepared()[1].generate(1), "on the mesh",
                    {"accelerator.unwrap_model(model)": lambda: prepared()[0].unwrap_model(1)}),
+    "a decay of some layers": (lambda: in_stacks(True), "of model.layers",
+                               {"same weight_decay for all layers": lambda: in_stacks(False),
+                                "--compute scan=False": lambda: in_stacks(True, scan=False)}),
     "an option of the mesh": (lambda: maker(args=TrainingArguments(mesh="fsdp=3")).prepare(small()).loop.open(
         make_batch(one_layer("llama_fsdp"))), "3", {"Accelerator(args=TrainingArguments(": lambda: maker()}),
 }  # fmt: skip
