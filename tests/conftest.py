@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,21 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".s
 # A process may have 65,530 mappings (vm.max_map_count). An executable of XLA:CPU takes some hundreds, a step's nearly a
 # thousand, and torch_xla keeps 2,048 executables. Beyond that a compile fails, and the exception crashes the process.
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"
+MEMORY = "/dev/shm"
+
+
+def _write_into_memory() -> None:
+    """Has files of tests, and of what they start, written into memory, where it has a folder with room.
+
+    On a disk that is told of what is freed, each file's fsync and its removal take some milliseconds.
+    """
+    if not os.path.isdir(MEMORY) or shutil.disk_usage(MEMORY).free < 8 << 30:
+        return
+    if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # tests start scripts that they have written
+        os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
+
+
+_write_into_memory()
 
 
 @pytest.fixture(scope="session", autouse=True)
