@@ -82,6 +82,13 @@ def store(request: pytest.FixtureRequest) -> str:
     return f"{root}/{uuid.uuid4()}"
 
 
+@pytest.fixture(scope="module")
+def on_disk() -> Iterator[Path]:
+    """An empty folder on the disk, where a save takes long enough for a kill to come in its midst."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        yield Path(made)
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a disk of a size such as ``256k``; skipped where this user may not mount one."""
@@ -151,10 +158,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.failed:
         base: Path = item.config._tmp_path_factory.getbasetemp()  # semi-private
-        for log in sorted(base.rglob("*.log")):
-            if log.stat().st_mtime >= call.start:
-                last = log.read_text(errors="replace").splitlines()[-20:]
-                report.sections.append((f"end of {log.relative_to(base)}", "\n".join(last)))
+        for folder in {base, item.funcargs.get("on_disk", base)}:
+            for log in sorted(folder.rglob("*.log")):
+                if log.stat().st_mtime >= call.start:
+                    last = log.read_text(errors="replace").splitlines()[-20:]
+                    report.sections.append((f"end of {log.relative_to(folder)}", "\n".join(last)))
     return report
 
 
