@@ -30,11 +30,11 @@ MEMORY = "/dev/shm"
 
 
 def _write_into_memory() -> None:
-    """Has files of tests, and of what they start, written into memory, where it has a folder with room.
+    """Has files of tests, and of what they start, written into memory, where it has a folder with room; TMPDIR goes first.
 
     On a disk that is told of what is freed, each file's fsync and its removal take some milliseconds.
     """
-    if not os.path.isdir(MEMORY) or shutil.disk_usage(MEMORY).free < 8 << 30:
+    if "TMPDIR" in os.environ or not os.path.isdir(MEMORY) or shutil.disk_usage(MEMORY).free < 8 << 30:
         return
     if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # tests start scripts that they have written
         os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
