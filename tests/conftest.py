@@ -30,7 +30,7 @@ MEMORY = "/dev/shm"
 
 
 def _write_into_memory() -> None:
-    """Has files of tests, and of what they start, written into memory, where it has a folder with room; TMPDIR goes first.
+    """Has tests' files, and those of what they start, written into memory, if there is room and no TMPDIR.
 
     On a disk that is told of what is freed, each file's fsync and its removal take some milliseconds.
     """
