@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,21 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".s
 # A process may have 65,530 mappings (vm.max_map_count). An executable of XLA:CPU takes some hundreds, a step's nearly a
 # thousand, and torch_xla keeps 2,048 executables. Beyond that a compile fails, and the exception crashes the process.
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"
+MEMORY = "/dev/shm"
+
+
+def _write_into_memory() -> None:
+    """Has tests' files, and those of what they start, written into memory, if there is room and no TMPDIR.
+
+    On a disk that is told of what is freed, each file's fsync and its removal take some milliseconds.
+    """
+    if "TMPDIR" in os.environ or not os.path.isdir(MEMORY) or shutil.disk_usage(MEMORY).free < 8 << 30:
+        return
+    if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # tests start scripts that they have written
+        os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
+
+
+_write_into_memory()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,6 +80,13 @@ def store(request: pytest.FixtureRequest) -> str:
     """The path of an empty folder in an object store."""
     root = "memory:/" if request.param == "memory" else request.getfixturevalue("s3")
     return f"{root}/{uuid.uuid4()}"
+
+
+@pytest.fixture(scope="module")
+def on_disk() -> Iterator[Path]:
+    """An empty folder on the disk, where a save takes long enough for a kill to come in its midst."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        yield Path(made)
 
 
 @pytest.fixture
@@ -134,10 +158,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.failed:
         base: Path = item.config._tmp_path_factory.getbasetemp()  # semi-private
-        for log in sorted(base.rglob("*.log")):
-            if log.stat().st_mtime >= call.start:
-                last = log.read_text(errors="replace").splitlines()[-20:]
-                report.sections.append((f"end of {log.relative_to(base)}", "\n".join(last)))
+        for folder in {base, item.funcargs.get("on_disk", base)}:
+            for log in sorted(folder.rglob("*.log")):
+                if log.stat().st_mtime >= call.start:
+                    last = log.read_text(errors="replace").splitlines()[-20:]
+                    report.sections.append((f"end of {log.relative_to(folder)}", "\n".join(last)))
     return report
 
 

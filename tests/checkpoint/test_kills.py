@@ -61,20 +61,20 @@ def stop_when(process: int, holds) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_12_times_has_the_losses_and_weights_of_one_never_stopped(tmp_path, capsys):
-    write_text(tmp_path)
+def test_a_run_killed_12_times_has_the_losses_and_weights_of_one_never_stopped(on_disk, capsys):
+    write_text(on_disk)
     arguments = [
-        *(*tiny_run(tmp_path), "--max_steps", STEPS, "--logging_steps", 4, "--save_steps", 2),
+        *(*tiny_run(on_disk), "--max_steps", STEPS, "--logging_steps", 4, "--save_steps", 2),
         *("--save_total_limit", 2, "--resume_from_checkpoint", "latest"),
     ]
-    broken, moments, tally = tmp_path / "broken", random.Random(4), Counter()
+    broken, moments, tally = on_disk / "broken", random.Random(4), Counter()
     kinds, started = list(Counter(KILLS).elements()), iter(STARTED)
     moments.shuffle(kinds)
     with Lives(devices=2) as lives:
-        assert lives.run(tmp_path / "whole.log", *arguments, "--output_dir", tmp_path / "whole") == 0
+        assert lives.run(on_disk / "whole.log", *arguments, "--output_dir", on_disk / "whole") == 0
         newest = resumed = 0
         for life, kind in enumerate(kinds):
-            log = tmp_path / f"{life}.log"
+            log = on_disk / f"{life}.log"
             log.touch()
             process = lives.start(log, *arguments, "--output_dir", broken)
             if kind == "at start":
@@ -99,7 +99,7 @@ def test_a_run_killed_12_times_has_the_losses_and_weights_of_one_never_stopped(t
             # what the life left says where it was: before its first save, in one, or after it
             before = "written" not in log.read_text()
             tally["at start" if before else "in a save" if half_written(broken, newest) else "training"] += 1
-        assert lives.run(tmp_path / "last.log", *arguments, "--output_dir", broken) == 0
+        assert lives.run(on_disk / "last.log", *arguments, "--output_dir", broken) == 0
     counts = {kind: tally[kind] for kind in KILLS}
     with capsys.disabled():
         print(f"\n{tally.total()} kills: {counts}; {resumed} resumed; from step {newest} on in one piece")
@@ -107,6 +107,6 @@ def test_a_run_killed_12_times_has_the_losses_and_weights_of_one_never_stopped(t
     assert resumed == KILLS["training"] + KILLS["in a save"] - 1  # all that trained but the first
     assert newest < STEPS
     assert half_written(broken) == []
-    assert losses(broken) == losses(tmp_path / "whole")
+    assert losses(broken) == losses(on_disk / "whole")
     weights = "model/model.safetensors"
-    assert (broken / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert (broken / weights).read_bytes() == (on_disk / "whole" / weights).read_bytes()

@@ -26,10 +26,9 @@ STEPS, SAVE = 24, 4
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("failures")
-    write_text(made)
-    return made
+def home(on_disk) -> Path:
+    write_text(on_disk)
+    return on_disk
 
 
 def job(home: Path, name: str, *more: object, **environment: str) -> Job:

@@ -1,5 +1,6 @@
 """Option fields: their kinds of values, and checks that refuse an invalid value by the option's name."""
 
+import functools
 import os
 from collections.abc import Collection
 from dataclasses import field, fields
@@ -30,7 +31,7 @@ def kind_of(hint: Any) -> tuple[type, bool]:
 
 def check_values(arguments: Any) -> None:
     """Make numbers Python's own and paths ``str``; UserError for one that fits not its annotation or its choices."""
-    hints = get_type_hints(type(arguments))
+    hints = _hints(arguments.__class__)
     for each in (each for each in fields(arguments) if each.metadata):  # only options have a help
         name, value = each.name, getattr(arguments, each.name)
         kind, optional = kind_of(hints[name])
@@ -48,6 +49,12 @@ def check_values(arguments: Any) -> None:
             ) from error
         if known := each.metadata.get("choices"):
             check_choice(name, read, known)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """`get_type_hints`, which reads each annotation's text anew."""
+    return get_type_hints(kind)
 
 
 def check_choice(name: str, value: Any, known: Collection[str], of: str = "") -> None:
