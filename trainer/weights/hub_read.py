@@ -379,10 +379,8 @@ def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console, seed
     try:
         return _opened(name, model, console, seed)
     except UserError as error:
-        say(
-            console,
-            f"lost:    what {name} held beside the model; an export goes without, as its config says: {error.found}",
-        )
+        held = f"what {name} held beside the model, and the names and dtypes in its files"
+        say(console, f"lost:    {held}; an export goes without, as its config says: {error.found}")
         return None
 
 
