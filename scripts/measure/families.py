@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument(
         "--configs", type=Path, help="published configs in place of families: JSON lines of name, config"
     )
-    parser.add_argument("--modes", default="scan,unrolled,tensor", help="of these, three and bf16 (scan,unrolled,tensor)")
+    parser.add_argument("--modes", default="scan,unrolled,tensor", help="of them, three, bf16 (scan,unrolled,tensor)")
     parser.add_argument("--again", choices=("failed", "stale", "all"), help="run again what has a result already")
     parser.add_argument("--results", type=Path, default="families.jsonl", help="the results' file (families.jsonl)")
     parser.add_argument("--write", type=Path, help="the table's file, such as docs/records/families.md")

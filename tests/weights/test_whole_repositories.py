@@ -6,8 +6,8 @@ public copies listed them in November 2026.
 
 from __future__ import annotations
 
-import cProfile
 import copy
+import cProfile
 import itertools
 import json
 import math
@@ -133,8 +133,13 @@ def of_few_experts(row: dict[str, Any]) -> dict[str, Any]:
         part |= dict.fromkeys(counts & part.keys(), FEW)
     for kind in row["kinds"]:
         first, *rest = kind["shape"]
-        by_expert = first == all_of_them and re.search(r"\.(gate|router)\.\w+$|experts\.\w+$|_bias$", kind["name"])
-        kinds.append(kind | {"shape": [FEW if by_expert else first, *rest]} | ({"experts": f"0-{FEW - 1}"} if "experts" in kind else {}))
+        chooses = re.search(r"\.(gate|router)\.\w+$|experts\.\w+$|_bias$", kind["name"])
+        by_expert = first == all_of_them and chooses
+        kinds.append(
+            kind
+            | {"shape": [FEW if by_expert else first, *rest]}
+            | ({"experts": f"0-{FEW - 1}"} if "experts" in kind else {})
+        )
     return {"config": config, "kinds": kinds}
 
 

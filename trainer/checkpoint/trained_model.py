@@ -78,9 +78,7 @@ class TrainedModel:
             # a copy, since a model's config is written with the dtype of its weights
             model = copy.deepcopy(facts.whole)
             kept = kept_in_float32(model, self.published)
-            own = in_dtype(
-                source, base_dtype(self.job.config), lambda name: kept(facts.names_in_whole.get(name, name))
-            )
+            own = in_dtype(source, base_dtype(self.job.config), lambda name: kept(facts.names_in_whole.get(name, name)))
             weights = part_and_rest(own, self.base, facts.names_in_whole)
             export(folder, model, weights, self.tokenizer, console=self.console, base=self.published)
 

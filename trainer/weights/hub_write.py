@@ -253,8 +253,8 @@ def says_how(base: HubWeights, model: PreTrainedModel) -> bool:
 def kept_in_float32(model: PreTrainedModel, base: HubWeights | None) -> Callable[[str], Any]:
     """Tell by its name whether a parameter of ``model`` stays in float32 where the others are narrower.
 
-    ``base`` has it so; if that says nothing, transformers loads it so beside bfloat16; or it is a bias that chooses experts,
-    which engines read in float32, whether transformers keeps it or not: rounded to bfloat16 it chooses others.
+    ``base`` has it so; if that says nothing, transformers loads it so beside bfloat16; or it is a bias that chooses
+    experts, which engines read in float32, whoever rounds it: in bfloat16 it chooses others.
     """
     # semi-private: transformers/modeling_utils.py, transformers 5.23; what is not strict is kept beside float16 alone
     names = set(model._keep_in_fp32_modules_strict or ())

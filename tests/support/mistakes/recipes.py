@@ -81,7 +81,8 @@ def plan_of_file(asked: Request, folder: Path) -> UserError | None:
         if (name := (asked.options or {}).get("recipe")) is not None:
             facts = facts_of(load_config(None, load_recipe(str(path))))
             assert name == AUTO
-            plan_of(auto_recipe(facts.model, facts.experts, None, asked.devices).recipe, facts, None, asked.devices, RUN)
+            made = auto_recipe(facts.model, facts.experts, None, asked.devices).recipe
+            plan_of(made, facts, None, asked.devices, RUN)
             return None
         recipe = load_recipe(str(path))
         mesh = (asked.options or {}).get("mesh")
