@@ -257,7 +257,7 @@ def kept_in_float32(model: PreTrainedModel, base: HubWeights | None) -> Callable
     experts, which engines read in float32, whoever rounds it: in bfloat16 it chooses others.
     """
     # semi-private: transformers/modeling_utils.py, transformers 5.23; what is not strict is kept beside float16 alone
-    names = set(model._keep_in_fp32_modules_strict or ())
+    names: set[Any] = set(model._keep_in_fp32_modules_strict or ())
     theirs = build_glob_alternation(sorted(names))[0].search if names else lambda name: None
     biases, wide = selection_biases(model, experts_modules(model)), base.wide if base is not None else None
     return lambda name: name in biases or (theirs(name) if wide is None else name in wide)
