@@ -10,7 +10,7 @@ import argparse
 import copy
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # An export touches no device: transformers must not load torch_xla, which takes time and picks one.
 os.environ["USE_TORCH_XLA"] = "0"
@@ -21,6 +21,8 @@ from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import Terminal, say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardwright.files.folder import Folder
 
 
@@ -94,7 +96,7 @@ def main() -> None:
         rest = hub = open_hub_weights(base, whole, console, seed, rows_needed(lora, facts.part))
         if text := hub.changed(saved.host):
             say(console, f"warning: {text}")
-    elif base and lora is None and (saved.host.get("untrained", 0) > 0 or (started and form.asks_base)):
+    elif base and lora is None and (_asks_base(saved.host) or (started and form.asks_base)):
         hub = reopen_hub_weights(base, whole, console, seed)
     saved.check_tensors(console)
     with output.filling() as folder:
@@ -105,12 +107,18 @@ def main() -> None:
         else:
             own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
             if lora is None and (form.format is None or (form.format == "same" and hub is None)):
-                own = in_dtype(own, base_dtype(config), kept_in_float32(whole))
+                kept = kept_in_float32(whole, hub)
+                own = in_dtype(own, base_dtype(config), lambda name: kept(names.get(name, name)))
             source, plain = part_and_rest(own, rest, names), copy.deepcopy(whole)  # whose config is written to
             if (generation := saved.generation) is not None:
                 plain.generation_config = generation
             export(folder, plain, source, saved.tokenizer, form, console, hub)
     say(console, f"written to {output}")
+
+
+def _asks_base(host: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of this host state is exported with the files of its base, though all of it is trained."""
+    return bool(host.get("untrained") or host.get("says_how"))
 
 
 def _check_no_run(folder: Folder, output: Folder) -> None:

@@ -294,7 +294,7 @@ def _prepared(
         source = open_hub_weights(
             str(args.model), job.facts.whole, console, args.seed, job.rows_needed, job.packed_as_published
         )
-    elif args.model and resume is not None and resume.host.get("untrained", 0) > 0:
+    elif args.model and resume is not None and (resume.host.get("untrained") or resume.host.get("says_how")):
         source = reopen_hub_weights(args.model, job.facts.whole, console, args.seed)
     date = date_of(resume)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console, restarts, date, teacher=teacher)

@@ -1,8 +1,10 @@
 """One family's step against the plain model: loss and every gradient."""
 
 import itertools
+import json
 import math
 import re
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ import torch_xla
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.arguments.training import Settings
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError, in_short
 from shardwright.job import Job
 from shardwright.layout.auto import auto_recipe
@@ -27,7 +29,9 @@ from shardwright.models.ops.labels import IGNORE
 from shardwright.models.tiny import shrunk, tiny_config
 from shardwright.prove import trajectory
 from shardwright.prove.plain import default_dtype, eager_model, randomise
+from shardwright.prove.prove_command import in_coarse, run_job
 from shardwright.prove.sharded import unstacked
+from shardwright.prove.small_job import small_job
 from shardwright.prove.trajectory import TOLERANCES, Trajectory
 from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
@@ -188,6 +192,33 @@ def _in_float64(case: Plain) -> Trajectory:
         loss, gradients = _gradients(case.model.double(), case.batch)
     case.model.float()
     return Trajectory([loss], gradients=gradients)
+
+
+def proved(
+    family: str, published: Mapping[str, Any] | None, mesh: str | None, with_experts: str | None
+) -> dict[str, Any]:
+    """The verdict of `prove --bf16` on the first step, of a run of the model at its own size by the recipe ``auto``."""
+    init_runtime()
+    about: dict[str, Any] = {}
+    try:
+        config = tiny_config(family).to_dict() if published is None else dict(published)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "config.json")
+            file.write_text(json.dumps(config))
+            facts = facts_of(config_of(config).get_text_config())
+            mesh = (facts.experts and with_experts) or mesh
+            small = small_job(run_job(TrainingArguments(recipe="auto", model=str(file), mesh=mesh, bf16=True), DEVICES))
+        about |= {"kind": _kind_of(small.job.model), "layers": _cut_of(small.job.stored)}
+        loss, *of_gradients = in_coarse(small)
+    except UserError as error:
+        return {**about, "verdict": "refused", "cause": f"{error.found}: {error.why}"}
+    except Exception as error:
+        return {**about, "verdict": "error", "cause": _where(error)}
+    worst = max(of_gradients, key=lambda each: each.share)
+    result = about | {"loss": loss.off, "worst": worst.off, "where": worst.name, "allowed": worst.allowed}
+    beyond = [each for each in (loss, *of_gradients) if not each.good]
+    names = ", ".join(f"{each.quantity} {each.name}" for each in beyond[:6])
+    return result | ({"verdict": "wrong", "cause": f"{len(beyond)} off: {names}"} if beyond else {"verdict": "pass"})
 
 
 def _cut_of(plan: ShardingPlan) -> str:

@@ -29,7 +29,7 @@ from shardwright.prove.formulas import FORMULAS
 from shardwright.prove.prove_command import NOT_PROVED, certify, prove, run_job
 from shardwright.prove.reference_optimizers import REFEREES
 from shardwright.prove.small_job import check_provable, small_job, small_mesh
-from shardwright.prove.trajectory import Difference, Trajectory, judged
+from shardwright.prove.trajectory import COARSE, Difference, Trajectory, differences, judged
 from shardwright.run import _for_samples
 from shardwright.scripts.measure.tables import largest
 from tests.support.cases import relative
@@ -254,6 +254,21 @@ def test_an_entry_that_rounding_alone_moves_tells_nothing_and_any_other_does(
     (found,) = (each for each in judged(trajectory(1.1e-3), plain, lambda: plain) if each.quantity == "weight")
     assert found.good == good
     assert ("but for 1 of 64 entries" in found.name) == good
+
+
+@pytest.mark.parametrize(("ours", "good"), [(0.7, True), (1.4, True), (2.2, False)])
+def test_a_gradient_that_the_plain_model_itself_loses_in_bfloat16_may_be_about_as_far_and_no_farther(
+    ours: float, good: bool
+) -> None:
+    """As the plain model's of Qwen3-Next's decays, four numbers, is by 1.4."""
+
+    def trajectory(off: float) -> Trajectory:
+        return Trajectory([1.0], gradients={"layers.0.A_log": torch.full((4,), 1 + off)})
+
+    plain, rounded = trajectory(0.0), trajectory(1.4)
+    (found,) = (each for each in differences(trajectory(ours), plain, rounded, COARSE) if each.quantity == "gradient")
+    assert (found.good, found.allowed) == (good, pytest.approx(2.1))
+    assert differences(trajectory(0.7), plain, trajectory(0.3), COARSE)[-1].allowed == 0.5
 
 
 @pytest.mark.parametrize("off", [2e-5, float("inf")], ids=["one gradient off", "one missing"])

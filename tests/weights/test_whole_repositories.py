@@ -6,6 +6,7 @@ public copies listed them in November 2026.
 
 from __future__ import annotations
 
+import copy
 import cProfile
 import itertools
 import json
@@ -18,10 +19,15 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.files.arrays import shaped_like
 from shardwright.files.safetensors_file import file_header
+from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import config_of, meta_model
 from shardwright.weights import weight_files
+from shardwright.weights.formats.plain_weights import base_dtype
 from shardwright.weights.hub_read import open_hub_weights
+from shardwright.weights.hub_write import ExportFormat, hub_tensors, kept_in_float32, says_how
+from shardwright.weights.weight_sources import in_dtype
 
 FILE = Path(__file__).parents[1] / "real/whole_repositories.jsonl"
 ROWS = {row["name"]: row for row in map(json.loads, FILE.read_text().splitlines())}
@@ -102,3 +108,62 @@ def test_it_is_opened_without_a_look_at_a_tensor_and_with_the_same_work_for_each
     array = weights(next(iter(weights.group_of)))
     assert array[tuple(slice(0, 1) for _ in array.shape)].shape == (1,) * len(array.shape)
     assert read
+
+
+FEW = 2  # experts, of which there are as many kinds of tensors as of all
+# repositories whose names are not those that transformers writes, or that have float32 beside bfloat16, or not where
+# transformers keeps it → whether an export takes their files to know it
+ODD = {
+    "Qwen/Qwen3.5-35B-A3B": True,
+    "deepseek-ai/DeepSeek-V4-Flash": True,
+    "moonshotai/Kimi-K2.5": True,
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": True,
+    "openai/gpt-oss-20b": False,
+    "zai-org/GLM-5.1": False,
+}
+
+
+def of_few_experts(row: dict[str, Any]) -> dict[str, Any]:
+    """The repository with few experts of its own."""
+    config, kinds = copy.deepcopy(row["config"]), []
+    counts = ("num_experts", "n_routed_experts", "num_local_experts")
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    all_of_them = next(part[count] for part in parts for count in counts if count in part)
+    for part in parts:
+        part |= dict.fromkeys(counts & part.keys(), FEW)
+    for kind in row["kinds"]:
+        first, *rest = kind["shape"]
+        chooses = re.search(r"\.(gate|router)\.\w+$|experts\.\w+$|_bias$", kind["name"])
+        by_expert = first == all_of_them and chooses
+        kinds.append(
+            kind
+            | {"shape": [FEW if by_expert else first, *rest]}
+            | ({"experts": f"0-{FEW - 1}"} if "experts" in kind else {})
+        )
+    return {"config": config, "kinds": kinds}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # Kimi-Linear's config
+def test_an_export_has_the_names_and_the_dtypes_of_what_was_published(name, tmp_path):
+    row = of_few_experts(ROWS[name])
+    write(tmp_path, row)
+    config = config_of(row["config"])
+    whole = facts_of(config).whole
+    base = open_hub_weights(str(tmp_path), whole)
+
+    def trained(name: str) -> Any:
+        """What a run in float32 has."""
+        dtype = torch.float32 if base(name).dtype.is_floating_point else base(name).dtype
+        return shaped_like(torch.empty(base(name).shape, dtype=dtype, device="meta"), lambda where: None)
+
+    published = {name: array.dtype for name, array in base.tensors.items() if name not in base.untrained}
+    as_base = in_dtype(trained, base_dtype(config), kept_in_float32(whole, base))
+    for source, form in ((as_base, None), (trained, "bf16")):
+        found, _ = hub_tensors(whole, source, ExportFormat(format=form), base)
+        assert found.keys() == published.keys()
+        # what chooses experts is float32 for every engine, which Kimi-Linear alone rounds
+        other = {n: each.dtype for n, each in found.items() if each.dtype != published[n]}
+        assert {n: dtype for n, dtype in other.items() if not n.endswith("correction_bias")} == {}
+        assert set(other.values()) <= {torch.float32}
+    assert says_how(base, whole) is ODD[name]

@@ -94,6 +94,7 @@ def checked_host(host: dict[str, Any]) -> dict[str, Any]:
     _check(host, "data", isinstance(host["data"], dict))
     datetime.date.fromisoformat(host["data"].get("date", "2026-01-01"))
     _check(host, "untrained", _is_count(host.get("untrained", 0)))
+    _check(host, "says_how", type(host.get("says_how", False)) is bool)
     _check(host, "base", isinstance(host.get("base"), str | None))
     lineage = host.get("lineage", {})
     steps = isinstance(lineage, dict) and all(_is_count(int(step)) for step in lineage)

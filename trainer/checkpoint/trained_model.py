@@ -1,6 +1,7 @@
 """TrainedModel: the model on the devices, saved, written out, or given other weights."""
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwright.report.lines import waiting
 from shardwright.weights.adapter_weights import files_of, weights_of
 from shardwright.weights.formats.plain_weights import base_dtype
 from shardwright.weights.hub_read import HubWeights
-from shardwright.weights.hub_write import export, kept_in_float32
+from shardwright.weights.hub_write import export, kept_in_float32, says_how
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.peft_files import save_adapter
 from shardwright.weights.place import place_parameters
@@ -43,11 +44,15 @@ class TrainedModel:
         """The starting weights, where they are files in the hub's format."""
         return self.base if isinstance(self.base, HubWeights) else None
 
-    @property
+    @functools.cached_property
     def base_noted(self) -> dict[str, Any]:
-        """Notes for a checkpoint: the base's tensors that are not trained, and a mark of files that are read again."""
+        """Notes for a checkpoint: of the base's tensors how many are not trained, and whether an export asks for them.
+
+        And a mark of files that are read again.
+        """
         base, again = self.published, self.job.lora is not None or self.job.facts.is_part
         return {
+            "says_how": base is not None and not again and says_how(base, self.job.facts.whole),
             "untrained": 0 if base is None else len(base.untrained),
             "base": base.mark if base is not None and again else None,
         }
@@ -72,7 +77,8 @@ class TrainedModel:
                 return
             # a copy, since a model's config is written with the dtype of its weights
             model = copy.deepcopy(facts.whole)
-            own = in_dtype(source, base_dtype(self.job.config), kept_in_float32(model))
+            kept = kept_in_float32(model, self.published)
+            own = in_dtype(source, base_dtype(self.job.config), lambda name: kept(facts.names_in_whole.get(name, name)))
             weights = part_and_rest(own, self.base, facts.names_in_whole)
             export(folder, model, weights, self.tokenizer, console=self.console, base=self.published)
 

@@ -286,8 +286,10 @@ def _resolved(
     try:
         mesh = recipe.mesh.sizes(devices)
     except UserError as error:
-        if mends is None or not (offered := mends.mesh()):
+        if mends is None:
             raise
+        if not (offered := mends.mesh()):
+            raise (error.retold(instead=others) if (others := mends.others()) else error) from None
         fixed = math.prod(recipe.mesh.axes.values()) * math.prod(recipe.mesh.dcn.values())  # negative: one factor is -1
         raise error.retold(instead=", or ".join(filter(None, [offered, mends.count(fixed)]))) from None
     names, aliases = _names_of(model)

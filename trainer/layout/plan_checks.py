@@ -123,7 +123,7 @@ def check_divisible(
     shape, sizes = tuple(names[name].shape), copies_of(recipe, names, layouts, mesh)
     copied = f"{mesh_option(sizes)}, which is {sizes[DATA]} copies of the model" if sizes else ""
     alike = [other for other, found in bad.items() if found == bad[name]]
-    smaller = copied or ((mends.mesh() or mends.fewer()) if mends else "")
+    smaller = copied or ((mends.mesh() or mends.others()) if mends else "")
     offers = [smaller, mends.elsewhere(alike, axes, 1 if smaller else 2) if mends else ""]
     raise UserError(
         asked=f"recipe {recipe.name}: dimension {dim} of {name} over {mesh_text(mesh, axes)}",

@@ -14,6 +14,7 @@ from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.recipe import Layout, Recipe, layout_source, matches
+from shardwright.models.experts.expert_families import experts_modules
 
 _OFFERED = 3  # meshes in a message
 _LINES = 2  # changes of lines in a message
@@ -21,6 +22,7 @@ _TRIED = 64  # meshes; a plan of a large model takes some ten milliseconds
 _MERGED = 40  # lines, beyond which merging them takes too long
 _NEAR = 0.8  # difflib's ratio of two patterns, from which one is a misspelling of the other
 _BREAK = "\n           "
+_AUTO = "--recipe auto, which splits what divides and takes a --model"
 _REGEX = re.compile(r"[\\()|+^${}]")  # in no glob of a parameter's name
 
 
@@ -55,6 +57,18 @@ class Mends:
         """The most devices below these on which the recipe as it is has a plan; empty if there are none."""
         counts = range(self._devices - 1, max(0, self._devices - 1 - _TRIED), -1)
         return next(filter(None, map(self.count, counts)), "")
+
+    def others(self) -> str:
+        """Fewer devices for the recipe as it is; and for these ``auto``, which splits what divides."""
+        from transformers import PreTrainedModel
+
+        from shardwright.layout.auto import AUTO, auto_recipe
+
+        if self._recipe.name == AUTO or not isinstance(self._model, PreTrainedModel):
+            return self.fewer()
+        made = auto_recipe(self._model, experts_modules(self._model), None, self._devices).recipe
+        fits = self._refusal(made, self._devices) is None
+        return "; or ".join(filter(None, [self.fewer(), _AUTO * fits]))
 
     def missing(self, unmatched: Collection[str], unused: Collection[str]) -> str:
         """Lines for the parameters ``unmatched``, or the spelling that a line of ``unused`` may have meant."""

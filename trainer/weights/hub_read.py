@@ -98,6 +98,7 @@ class HubWeights:
         for first, group in self.groups.items():
             for name, lazy in self._convert(first, group).items():
                 found[name], self.group_of[name] = lazy.like, group
+        self.wide = self._wide(found)
         self.short = {
             name: state.shape[0]
             for name, state in model.state_dict().items()
@@ -267,6 +268,17 @@ class HubWeights:
 
         return mapped(array, checked)
 
+    def _wide(self, found: Mapping[str, torch.Tensor]) -> frozenset[str] | None:
+        """The parameters in float32 beside larger ones in fewer bits; None: the files don't say which are to be.
+
+        All are in float32; or the file is GGUF, which has every vector so.
+        """
+        floating = {name: like for name, like in found.items() if like.is_floating_point()}
+        largest = max(floating.values(), key=lambda like: like.numel(), default=torch.empty(0))
+        if largest.dtype == torch.float32 or any(path.suffix == GGUF for path in self.paths):
+            return None
+        return frozenset(name for name, like in floating.items() if like.dtype == torch.float32)
+
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises UserError unless every parameter has values of its shape and kind and no tensor is left over."""
         state = self.model.state_dict()
@@ -367,10 +379,8 @@ def reopen_hub_weights(name: str, model: PreTrainedModel, console: Console, seed
     try:
         return _opened(name, model, console, seed)
     except UserError as error:
-        say(
-            console,
-            f"lost:    what {name} held beside the model; an export goes without, as its config says: {error.found}",
-        )
+        held = f"what {name} held beside the model, and the names and dtypes in its files"
+        say(console, f"lost:    {held}; an export goes without, as its config says: {error.found}")
         return None
 
 

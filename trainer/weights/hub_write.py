@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,12 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
-from transformers.core_model_loading import WeightRenaming, build_glob_alternation, revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    revert_weight_conversion,
+)
 from transformers.trainer_utils import align_special_tokens
 
 from shardwright.errors import UserError
@@ -36,7 +42,7 @@ from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import HubWeights
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.mtp import promise_only
-from shardwright.weights.names import parameter_names
+from shardwright.weights.names import NamesInFiles, parameter_names
 from shardwright.weights.quantize import SAME, SCHEMES, QuantizedTensors, quantize
 from shardwright.weights.tokenizer_files import CONFIG, local_folder, read_all, tokenizer_files, with_code, write_all
 from shardwright.weights.weight_files import INDEX, WEIGHTS
@@ -110,7 +116,7 @@ def export(
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
 
     ``base`` has the weights that training began with: its tensors that the model goes without are written as they are,
-    and if it is quantized it says which weights are quantized again.
+    it says their names and which are in float32, and if it is quantized which weights are quantized again.
 
     Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
     or the index of several) comes last. Earlier weights there are replaced. ``model`` is plain (unstacked), on meta;
@@ -164,7 +170,7 @@ def hub_tensors(
 ) -> tuple[dict[str, Lazy], torch.dtype]:
     """The hub's name -> values of a checkpoint of ``model``, and the dtype that its config states; nothing is read yet.
 
-    What transformers keeps in float32, such as the biases of routers, is not cast, and says nothing of the dtype.
+    What is kept in float32, such as the biases of routers, says nothing of the dtype.
     """
     # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
     tied, ignored = getattr(model, "all_tied_weights_keys", {}), set(model._keys_to_ignore_on_save or ())
@@ -181,9 +187,9 @@ def hub_tensors(
         return Lazy.of(shaped_like(array, lambda where: read(name)[where]), name)
 
     tensors: dict[str, Any] = {name: leaf(known) for name, known in written.items() if name not in ignored}
-    kept = kept_in_float32(model)
+    kept = kept_in_float32(model, base)
     for name, lazy in tensors.items():
-        dtype = None if kept(name) else form.dtype
+        dtype = form.dtype and (torch.float32 if kept(name) else form.dtype)
         if form.format == SAME and base is not None:
             dtype = base(name).dtype
         if dtype is not None and lazy.dtype.is_floating_point:
@@ -193,7 +199,8 @@ def hub_tensors(
     dtypes = [each.dtype for each in cast if len(each.shape) > 1] or [each.dtype for each in cast]
     widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
     named = _by_hub_names(model, tensors, base) if form.key_format == "original" else tensors
-    return mtp.as_published(named, model), widest
+    named = mtp.as_published(named, model)
+    return (named if base is None or form.key_format == "new" else _by_names_of(base, named)), widest
 
 
 def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeights | None) -> dict[str, Lazy]:
@@ -208,17 +215,52 @@ def _by_hub_names(model: PreTrainedModel, tensors: dict[str, Any], base: HubWeig
     return revert_weight_conversion(model, tensors)
 
 
-def kept_in_float32(model: PreTrainedModel) -> Callable[[str], Any]:
+def _by_names_of(base: HubWeights, named: dict[str, Lazy]) -> dict[str, Lazy]:
+    """``named``, by the hub's names, under those in the files of ``base`` where these are others.
+
+    transformers' way back is not for all families the way that it came: Kimi-Linear's dense layer gets the names of
+    sparse ones, Kimi-K2.5's text those of its images. Names of one way forth, to one parameter by one pattern, are of
+    one order.
+    """
+    others = named.keys() - base.tensors.keys()
+    if not others:
+        return named
+    theirs: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    ours: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    in_files = NamesInFiles(base.model)
+    for found, names in ((theirs, base.tensors.keys() - named.keys()), (ours, others)):
+        for name in sorted(names, key=dot_natural_key):
+            found[in_files.become(mtp.own_name(name, base.mtp, base.model.config))].append(name)
+    renamed = {
+        mine: their
+        for way, names in ours.items()
+        if len(names) == len(theirs[way])
+        for mine, their in zip(names, theirs[way], strict=True)
+    }
+    return {renamed.get(name, name): lazy for name, lazy in named.items()}
+
+
+def says_how(base: HubWeights, model: PreTrainedModel) -> bool:
+    """Whether it takes the files of ``base`` to export ``model`` under its names and in its dtypes."""
+    state = {name: like for name, like in model.state_dict().items() if name in base.group_of}
+    named = mtp.as_published(_by_hub_names(model, {n: Lazy.of(like, n) for n, like in state.items()}, base), model)
+    of_family, of_base = kept_in_float32(model, None), kept_in_float32(model, base)
+    if any(bool(of_family(name)) != bool(of_base(name)) for name in state):
+        return True
+    return _by_names_of(base, named).keys() != named.keys()
+
+
+def kept_in_float32(model: PreTrainedModel, base: HubWeights | None) -> Callable[[str], Any]:
     """Tell by its name whether a parameter of ``model`` stays in float32 where the others are narrower.
 
-    transformers loads it so; or it is a bias that chooses experts, which engines read in float32, whether transformers
-    keeps it or not: rounded to bfloat16 it chooses others.
+    ``base`` has it so; if that says nothing, transformers loads it so beside bfloat16; or it is a bias that chooses
+    experts, which engines read in float32, whoever rounds it: in bfloat16 it chooses others.
     """
-    # semi-private: transformers/modeling_utils.py, transformers 5.23
-    names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    # semi-private: transformers/modeling_utils.py, transformers 5.23; what is not strict is kept beside float16 alone
+    names: set[Any] = set(model._keep_in_fp32_modules_strict or ())
     theirs = build_glob_alternation(sorted(names))[0].search if names else lambda name: None
-    biases = selection_biases(model, experts_modules(model))
-    return lambda name: name in biases or theirs(name)
+    biases, wide = selection_biases(model, experts_modules(model)), base.wide if base is not None else None
+    return lambda name: name in biases or (theirs(name) if wide is None else name in wide)
 
 
 def write_files(

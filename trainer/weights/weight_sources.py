@@ -112,12 +112,12 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
 
 
 def in_dtype(source: Source, dtype: torch.dtype | None, kept: Callable[[str], Any]) -> Source:
-    """``source`` with floating-point values in ``dtype``, if that is given, but for the names that are ``kept``."""
+    """``source`` with floating-point values in ``dtype``, if it is given; the names that are ``kept`` in float32."""
 
     def cast(name: str) -> Array:
         array = source(name)
-        if dtype is None or kept(name) or not array.dtype.is_floating_point:
+        if dtype is None or not array.dtype.is_floating_point:
             return array
-        return mapped(array, lambda part: part, dtype)
+        return mapped(array, lambda part: part, torch.float32 if kept(name) else dtype)
 
     return cast

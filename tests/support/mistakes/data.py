@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import itertools
+import json
 import os
 import subprocess
 from dataclasses import replace
@@ -80,6 +81,11 @@ def with_commas() -> None:
     read(dataset="semicolons.csv")
 
 
+def list_alone() -> None:
+    records = json.loads(Path("under.json").read_text())["data"]
+    read(dataset=file("alone.json", json.dumps(records)))
+
+
 def pictures() -> Dataset:
     records = Dataset.from_dict({"messages": [CHAT] * 99, "image": ["a.png"] * 99})
     return records.cast_column("image", Image())
@@ -139,6 +145,11 @@ MISTAKES: Mistakes = {
         lambda: read(dataset=file("semicolons.csv", "prompt;completion\n" + "a;b\n" * 99)),
         "the one column 'prompt;completion'",
         {"pandas.read_csv(path, sep=';').to_csv(path, index=False)": with_commas},
+    ),
+    "records under a name": (
+        lambda: read(dataset=file("under.json", json.dumps({"data": [{"prompt": "a", "completion": "b"}] * 99}))),
+        "a list under 'data' of objects with prompt, completion",
+        {"json.dump(json.load(open(path))['data'], open(other, 'w'))": list_alone},
     ),
     "splits of other names": (
         lambda: pick_splits(["first", "second"], "--dataset a/hub-id"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
+from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import plan_of
@@ -13,6 +14,7 @@ from shardwright.model.meta_model import load_config
 from tests.support.mends import Request
 from tests.support.paths import ROOT
 
+RUN = TrainingArguments()
 GOOD = (ROOT / "recipes/mixtral_ep.py").read_text(encoding="utf-8")
 EXPERTS = '        "model.layers.*.mlp.experts.*_proj": {"expert": Shard(0), "fsdp": Shard(2)},\n'
 NORM = '"model.norm.weight": {}'
@@ -29,6 +31,8 @@ RECIPES: dict[str, tuple[str, str, str, int]] = {
     "two axes that take what is left": ("Mesh(fsdp=-1, expert=4)", "Mesh(fsdp=-1, expert=-1)", "more than one", 8),
     "a size in quotes": ("Mesh(fsdp=-1, expert=4)", 'Mesh(fsdp=-1, expert="4")', "factor of '4'", 8),
     "experts on more devices than there are": ("Mesh(fsdp=-1, expert=4)", "Mesh(fsdp=1, expert=16)", "by 16", 16),
+    "devices that divide nothing": ("Mesh(fsdp=-1, expert=4)", "Mesh(fsdp=-1, expert=4)", "multiply to 4", 3),
+    "six devices": ("Mesh(fsdp=-1, expert=4)", "Mesh(fsdp=-1, expert=2)", "is not divisible by 6", 6),
     "no line for the experts": (EXPERTS, "", "no line matches", 8),
     "no line at all": (LINES, "    parameters={},\n", "no line matches", 8),
     "a pattern misspelt": ("[qkv]_proj.weight", "[qkv]_prj.weight", "no line matches", 8),
@@ -74,10 +78,16 @@ def plan_of_file(asked: Request, folder: Path) -> UserError | None:
     path = folder / "mine.py"
     path.write_text(asked.source)
     try:
+        if (name := (asked.options or {}).get("recipe")) is not None:
+            facts = facts_of(load_config(None, load_recipe(str(path))))
+            assert name == AUTO
+            made = auto_recipe(facts.model, facts.experts, None, asked.devices).recipe
+            plan_of(made, facts, None, asked.devices, RUN)
+            return None
         recipe = load_recipe(str(path))
         mesh = (asked.options or {}).get("mesh")
         recipe = recipe.with_mesh(str(mesh)) if mesh else recipe
-        plan_of(recipe, facts_of(load_config(None, recipe)), None, asked.devices, TrainingArguments())
+        plan_of(recipe, facts_of(load_config(None, recipe)), None, asked.devices, RUN)
     except UserError as error:
         return error
     return None

@@ -53,7 +53,21 @@ def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShap
             _check_media(columns, asked, shape)
             return shape
     _check_separators(columns, asked)
+    _check_below(columns, asked, reads)
     _refuse(columns, asked, reads)
+
+
+def _check_below(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]) -> None:
+    """Refuse a file whose records are a list under one name, such as ``{"data": [...]}``."""
+    for name, feature in columns.items():
+        inner = getattr(feature, "feature", None)
+        if isinstance(inner, Mapping) and any({*each.required} <= inner.keys() for each in reads):
+            raise UserError(
+                asked=asked,
+                found=f"one record, with a list under {name!r} of objects with {', '.join(inner)}",
+                why="a file's records are its lines, or its one list",
+                instead=f"a file of that list alone: json.dump(json.load(open(path))[{name!r}], open(other, 'w'))",
+            )
 
 
 def _check_separators(columns: Mapping[str, Any], asked: str) -> None:
