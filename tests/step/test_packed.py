@@ -49,6 +49,7 @@ WHOLE = slice(None)
         ("int4", "llama_tp", WIDE, {}),
         ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 1}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
+        ("nvfp4", "mixtral_ep", {**WIDE, "num_hidden_layers": 1}, {}),
     ],
     ids=str,
 )
@@ -95,7 +96,7 @@ def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat1
     }  # the last dimension has no more parts
 
 
-@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("int4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5)])
+@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("int4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5), ("nvfp4", 6)])
 def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
     config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=128)
     plan = job_of("gpt_oss_ep", config, lora_r=4, base_dtype=base_dtype).plan
@@ -156,6 +157,20 @@ PUBLISHED = {
     ),
     "FP8 in rows, Llama-4": ("fp8_rows", quantized.fp8_rows, groups("float", 8, "channel")),
     "FP8 with one scale": ("fp8_rows", quantized.fp8_tensor(".weight_scale"), groups("float", 8, "tensor")),
+    "NVFP4 of ModelOpt": (
+        "nvfp4",
+        quantized.nvfp4(".weight", ".weight_scale_2", divides=False),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "*.self_attn*", "model.layers.0.mlp.gate"],
+        },
+    ),
+    "NVFP4 of compressed-tensors": (
+        "nvfp4",
+        quantized.nvfp4(".weight_packed", ".weight_global_scale", divides=True),
+        groups("float", 4, "tensor_group", group_size=16),
+    ),
     "int8 of bitsandbytes": (
         "int8",
         quantized.int8,

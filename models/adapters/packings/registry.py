@@ -7,6 +7,7 @@ from shardwright.models.adapters.packings.int4 import Int4
 from shardwright.models.adapters.packings.int8 import Int8
 from shardwright.models.adapters.packings.mxfp4 import Mxfp4
 from shardwright.models.adapters.packings.nf4 import Nf4
+from shardwright.models.adapters.packings.nvfp4 import Nvfp4
 from shardwright.models.adapters.packings.packing import SCALE as SCALE
 from shardwright.models.adapters.packings.packing import Packing as Packing
 from shardwright.models.adapters.packings.packing import Part as Part
@@ -19,4 +20,5 @@ PACKINGS: Mapping[str, Packing] = {
     "int4": Int4(),
     "mxfp4": Mxfp4(),
     "nf4": Nf4(),
+    "nvfp4": Nvfp4(),
 }
