@@ -49,6 +49,7 @@ WHOLE = slice(None)
         ("int4", "llama_tp", WIDE, {}),
         ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 1}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
+        ("int4_zeros", "llama_tp", WIDE, {}),
         ("nvfp4", "mixtral_ep", {**WIDE, "num_hidden_layers": 1}, {}),
     ],
     ids=str,
@@ -96,7 +97,10 @@ def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat1
     }  # the last dimension has no more parts
 
 
-@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("int4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5), ("nvfp4", 6)])
+@pytest.mark.parametrize(
+    ("base_dtype", "bits"),
+    [("fp8", 8.125), ("int4", 4.5), ("int4_zeros", 5), ("mxfp4", 4.25), ("nf4", 4.5), ("nvfp4", 6)],
+)
 def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
     config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=128)
     plan = job_of("gpt_oss_ep", config, lora_r=4, base_dtype=base_dtype).plan
@@ -142,6 +146,7 @@ def groups(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     }
 
 
+LEFT = {"modules_to_not_convert": ["lm_head", ".*self_attn", ".*mlp.gate"]}
 # the packing, the scheme of a checkpoint's experts, and its quantization_config
 PUBLISHED = {
     "INT4, Kimi-K2.5": ("int4", quantized.int4, groups("int", 4, "group", group_size=32)),
@@ -171,6 +176,8 @@ PUBLISHED = {
         quantized.nvfp4(".weight_packed", ".weight_global_scale", divides=True),
         groups("float", 4, "tensor_group", group_size=16),
     ),
+    "GPTQ": ("int4_zeros", quantized.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64, **LEFT}),
+    "AWQ": ("int4_zeros", quantized.awq, {"quant_method": "awq", "bits": 4, "group_size": 64, **LEFT}),
     "int8 of bitsandbytes": (
         "int8",
         quantized.int8,

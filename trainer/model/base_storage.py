@@ -64,6 +64,11 @@ def published(settings: Mapping[str, Any]) -> str | None:
         return "int8"
     if method == "bitsandbytes" and settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4":
         return "nf4"
+    if method in ("gptq", "awq"):
+        size = settings.get("group_size") or 0
+        in_blocks = size == -1 or (size > 0 and size % 32 == 0)
+        others = settings.get("desc_act") or settings.get("dynamic")  # groups of no neighbours, other bits for some
+        return "int4_zeros" if settings.get("bits") == 4 and in_blocks and not others else None
     if method != "compressed-tensors":
         return None
     found = {_published_group(group) for group in (settings.get("config_groups") or {}).values()}

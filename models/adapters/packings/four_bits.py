@@ -53,10 +53,14 @@ class FourBits(Packing):
         # in bfloat16, or the compiler would write both to memory in float32
         high, low = (apart(part.to(torch.bfloat16)) for part in split(groups, 16))
         is_high = torch.arange(2, device=codes.device).reshape(2, 1, 1, 1) > 0
-        numbers = self.numbers(torch.where(is_high, high, low).to(torch.float32))
-        scale = self.factors(scale).unflatten(-2, (numbers.shape[-5], -1, half // rows)).unsqueeze(-2)
-        found = apart((numbers * scale).to(dtype)).flatten(-5, -2)
+        taken = torch.where(is_high, high, low).to(torch.float32)
+        numbers = self.scaled(taken, scale, (taken.shape[-5], -1, half // rows))
+        found = apart(numbers.to(dtype)).flatten(-5, -2)
         return found if weight.inputs == -2 else found.transpose(-1, -2)
+
+    def scaled(self, codes: Tensor, scale: Tensor, blocks: tuple[int, ...]) -> Tensor:
+        """The values of ``codes`` [.., blocks, rows, outputs], whose stored scales are one for each block."""
+        return self.numbers(codes) * self.factors(scale).unflatten(-2, blocks).unsqueeze(-2)
 
     def factors(self, scale: Tensor) -> Tensor:
         """Stored scales as factors, in float32."""
