@@ -13,11 +13,13 @@ from transformers import AutoConfig
 from shardwright.errors import UserError
 from shardwright.files.arrays import whole
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.base_storage import published
 from shardwright.model.lora_options import stored_said
 from shardwright.models.adapters.lora import base_of
 from shardwright.models.adapters.packings.registry import PACKINGS, SCALE
 from shardwright.models.experts import unpacking
 from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.models.ops import kernel_cost
 from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.packed_source import packed_source
 from shardwright.weights.weight_sources import state_dict_weights
@@ -45,17 +47,17 @@ WHOLE = slice(None)
             {"num_hidden_layers": 1},
             {"scan": False},
         ),  # weights stored the other way round, and biases
-        ("fp8_rows", "mixtral_ep", {"num_hidden_layers": 1}, {"experts": "capacity", "scan": False}),
-        ("int4", "llama_tp", WIDE, {}),
         ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 1}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
         ("int4_zeros", "llama_tp", WIDE, {}),
-        ("nvfp4", "mixtral_ep", {**WIDE, "num_hidden_layers": 1}, {}),
+        ("nvfp4", "mixtral_ep", {**WIDE, "num_hidden_layers": 1}, {}),  # whose experts get their rows in 4 rounds
     ],
     ids=str,
 )
 def test_loss_and_gradients_are_pefts_on_the_rounded_model(base_dtype, recipe, changes, compute, monkeypatch):
     monkeypatch.setattr(unpacking, "MOST_BYTES", 1)  # a device's two experts are unpacked one after the other
+    if base_dtype == "nvfp4":
+        monkeypatch.setattr(kernel_cost, "buffer_bytes", lambda _: 2**16)
     adapted = make_adapted(recipe, options={"base_dtype": base_dtype}, changes=changes, **compute)
     check_gradients(adapted)
     assert any(values.dtype == PACKINGS[base_dtype].code_dtype for values in adapted.case.parameters().values())
@@ -134,6 +136,21 @@ def test_same_is_the_checkpoints_own_packing_of_its_own_weights(tmp_path: Path):
     assert stored_said(job.facts, job.plan, job.args) == said
     with pytest.raises(UserError, match="a checkpoint that is plain"):
         job_of("gpt_oss_ep", lora_r=4, base_dtype="same")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4_zeros"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, None),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, None),
+        ({"quant_method": "awq", "bits": 4, "group_size": 16}, None),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+    ],
+    ids=str,
+)
+def test_a_config_tells_whether_there_is_a_packing_of_its_weights(settings, word):
+    assert published(settings) == word
 
 
 def groups(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
