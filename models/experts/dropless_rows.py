@@ -196,7 +196,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
             parameters = lax.optimization_barrier(parameters)
         else:
             x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
-    projections = _Projection(parameters, local, 0), _Projection(parameters, local, 1)
+    projections = _projections(parameters, local, planned)
 
     def compute(kept: Arrays, tokens: Arrays, round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
@@ -227,7 +227,7 @@ def backward(
     planned = _plan(x_TH, index_Tk, held, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
-    projections = _Projection(parameters, local, 0), _Projection(parameters, local, 1)
+    projections = _projections(parameters, local, planned)
     # a frozen parameter has neither sum nor result; a sum that is complete at once needs no zeros to be added to
     summed = [trained and not planned.at_once for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
@@ -298,6 +298,14 @@ class _Projection:
     def _add(self, block: Block, sums: list[Any], number: Any, out_B: Array, in_B: Array) -> None:
         if self.local.trained[number]:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
+
+
+def _projections(parameters: Sequence[Any], local: ExpertShards, planned: BlockPlan) -> tuple[_Projection, _Projection]:
+    if not planned.at_once:
+        # each round or block would unpack them again, which for 0.7 GiB less of DeepSeek-V3's LoRA in 4 rounds takes a
+        # fifth more of the compiler's cycles, and as long by the estimate (docs/records/tpu/adapters.md)
+        parameters = [p.whole() if isinstance(p, PackedExperts) else p for p in parameters]
+    return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
 
 
 def _experts(

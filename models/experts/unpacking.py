@@ -1,7 +1,6 @@
 """Frozen experts' weights in fewer bits, unpacked a few experts at a time inside the products, in JAX.
 
 Unpacked at once, a layer's experts would take two bytes a weight beside their codes, several GiB in a large model.
-Rows that come in several rounds, or blocks, unpack them in each: of the products' time that is little.
 
 Shape suffixes: R rows, K and N widths, E experts held by a device.
 """
@@ -68,6 +67,12 @@ class PackedExperts:
         N = self.by.steps.shape[1 if self.by.turned != contract_last else 2]
         y_RN = kernels().unwritten((len(x_RK), N), x_RK.dtype, sizes_E)
         return lax.fori_loop(0, len(self.codes) // self.by.experts, turn, y_RN)
+
+    def whole(self) -> Array:
+        """All the weights at once."""
+        parts = (part.reshape(-1, self.by.experts, *part.shape[1:]) for part in (self.codes, self.scale))
+        unpacked = lax.map(lambda few: self._unpack(*few), tuple(parts))
+        return unpacked.reshape(-1, *unpacked.shape[2:])
 
     def _unpack(self, codes: Array, scale: Array) -> Array:
         unpacked = self.by.steps.run(_OPERATIONS, codes, scale)

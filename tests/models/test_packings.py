@@ -97,6 +97,7 @@ def test_experts_are_unpacked_inside_a_product_as_outside_of_it(packing, inputs,
     outside = packing.unpack(*parts, weight, torch.float32).numpy()
     outside = outside.swapaxes(1, 2) if by.turned else outside
     assert by.experts == (1 if most == 1 else 4)
+    np.testing.assert_array_equal(packed.whole(), outside)
     for last in (True, False):
         x = jnp.asarray(noise(256, outside.shape[2 if last else 1]).numpy())
         given = (sizes, grouped_matmul.tiles_for(256, 4, 0.0))
