@@ -19,7 +19,8 @@ from shardwright.models.experts import grouped_matmul, unpacking
 from shardwright.models.ops.jax_call import jnp
 from tests.support.paths import ROOT
 
-INT8, FP8, FP8_ROWS, MXFP4, NF4 = (PACKINGS[word] for word in ("int8", "fp8", "fp8_rows", "mxfp4", "nf4"))
+INT8, FP8, FP8_ROWS, MXFP4 = (PACKINGS[word] for word in ("int8", "fp8", "fp8_rows", "mxfp4"))
+NF4, NVFP4 = PACKINGS["nf4"], PACKINGS["nvfp4"]
 # of a [2, 64] weight in bfloat16, (i * 37 % 101 - 50) / 32 for i = 0, 1, …; bitsandbytes 0.50.2 on a CPU,
 # quantize_4bit(…, blocksize=64, quant_type="nf4"): first codes are high halves of bytes
 BNB_CODES = (
@@ -54,7 +55,7 @@ def test_parts_are_as_stated_and_packing_again_changes_nothing(packing, shape, i
         assert (tuple(found.shape), found.dtype) == (part.shape, part.dtype)
     unpacked = packing.unpack(codes, scale, weight, torch.float32)
     assert torch.equal(again(packing, unpacked, weight), unpacked)
-    assert ((unpacked - values).norm() / values.norm()).item() < {8: 0.03, 4: 0.12}[int(packing.bits)]
+    assert ((unpacked - values).norm() / values.norm()).item() < (0.03 if packing.bits >= 8 else 0.12)
     assert not unpacked[values == 0].any()
     assert not packing.lacking(weight)
 
@@ -102,6 +103,23 @@ def test_experts_are_unpacked_inside_a_product_as_outside_of_it(packing, inputs,
         given = (sizes, grouped_matmul.tiles_for(256, 4, 0.0))
         expected = grouped_matmul.multiply(x, jnp.asarray(outside), *given, contract_last=last)
         np.testing.assert_array_equal(packed.multiply(x, *given, contract_last=last)[:180], expected[:180])
+
+
+@pytest.mark.parametrize("packing", [INT8, FP8, FP8_ROWS, NF4, NVFP4], ids=lambda packing: packing.title)
+def test_values_of_any_float32_scales_are_found_again_bit_for_bit(packing):
+    weight = Weight((512, 1024))
+    codes, scale = packing.pack(noise(*weight.shape), weight)
+    scale = torch.rand(scale.shape, generator=torch.Generator().manual_seed(1)) / 100
+    values = packing.unpack(codes, scale, weight, torch.float32)
+    assert torch.equal(again(packing, values, weight), values)
+
+
+@pytest.mark.parametrize("numbers", [(6, 3, 1.5), (4, 2, 1), (2, 1, 0.5), (3, 2), (0.5,)], ids=str)
+def test_nvfp4_blocks_of_few_numbers_are_found_again_bit_for_bit(numbers):
+    codes = torch.tensor((0, *numbers, *(-n for n in numbers)))[torch.arange(1024 * 256).reshape(1024, 256) % 7 % 3]
+    scales = torch.rand(1024, 16, generator=torch.Generator().manual_seed(0))
+    values = codes * scales.repeat_interleave(16, 1)
+    assert torch.equal(again(NVFP4, values, Weight((1024, 256))), values)
 
 
 def test_mxfp4_rounds_to_the_nearest_and_in_the_middle_to_the_even_code():

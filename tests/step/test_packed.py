@@ -13,11 +13,13 @@ from transformers import AutoConfig
 from shardwright.errors import UserError
 from shardwright.files.arrays import whole
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.base_storage import published
 from shardwright.model.lora_options import stored_said
 from shardwright.models.adapters.lora import base_of
 from shardwright.models.adapters.packings.registry import PACKINGS, SCALE
 from shardwright.models.experts import unpacking
 from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.models.ops import kernel_cost
 from shardwright.weights.hub_read import open_hub_weights
 from shardwright.weights.packed_source import packed_source
 from shardwright.weights.weight_sources import state_dict_weights
@@ -45,15 +47,17 @@ WHOLE = slice(None)
             {"num_hidden_layers": 1},
             {"scan": False},
         ),  # weights stored the other way round, and biases
-        ("fp8_rows", "mixtral_ep", {"num_hidden_layers": 1}, {"experts": "capacity", "scan": False}),
-        ("int4", "llama_tp", WIDE, {}),
         ("mxfp4", "gpt_oss_ep", {**WIDE, "head_dim": 64, "num_hidden_layers": 1}, {}),
         ("nf4", "mixtral_ep_tp", WIDE, {}),  # dropless experts, gathered as codes too
+        ("int4_zeros", "llama_tp", WIDE, {}),
+        ("nvfp4", "mixtral_ep", {**WIDE, "num_hidden_layers": 1}, {}),  # whose experts get their rows in 4 rounds
     ],
     ids=str,
 )
 def test_loss_and_gradients_are_pefts_on_the_rounded_model(base_dtype, recipe, changes, compute, monkeypatch):
     monkeypatch.setattr(unpacking, "MOST_BYTES", 1)  # a device's two experts are unpacked one after the other
+    if base_dtype == "nvfp4":
+        monkeypatch.setattr(kernel_cost, "buffer_bytes", lambda _: 2**16)
     adapted = make_adapted(recipe, options={"base_dtype": base_dtype}, changes=changes, **compute)
     check_gradients(adapted)
     assert any(values.dtype == PACKINGS[base_dtype].code_dtype for values in adapted.case.parameters().values())
@@ -95,7 +99,10 @@ def test_linear_layers_and_experts_are_codes_with_scales_and_all_else_is_bfloat1
     }  # the last dimension has no more parts
 
 
-@pytest.mark.parametrize(("base_dtype", "bits"), [("fp8", 8.125), ("int4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5)])
+@pytest.mark.parametrize(
+    ("base_dtype", "bits"),
+    [("fp8", 8.125), ("int4", 4.5), ("int4_zeros", 5), ("mxfp4", 4.25), ("nf4", 4.5), ("nvfp4", 6)],
+)
 def test_a_device_holds_as_many_bits_as_are_stated(base_dtype, bits):
     config = small_config(load_recipe("gpt_oss_ep"), **WIDE, head_dim=128)
     plan = job_of("gpt_oss_ep", config, lora_r=4, base_dtype=base_dtype).plan
@@ -131,6 +138,21 @@ def test_same_is_the_checkpoints_own_packing_of_its_own_weights(tmp_path: Path):
         job_of("gpt_oss_ep", lora_r=4, base_dtype="same")
 
 
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4_zeros"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, None),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, None),
+        ({"quant_method": "awq", "bits": 4, "group_size": 16}, None),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+    ],
+    ids=str,
+)
+def test_a_config_tells_whether_there_is_a_packing_of_its_weights(settings, word):
+    assert published(settings) == word
+
+
 def groups(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True, **more}
     left = ["lm_head", r"re:.*self_attn.*", r"re:.*\.mlp\.gate$"]  # moonshotai/Kimi-K2.5 and K3 leave these alone
@@ -141,6 +163,7 @@ def groups(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     }
 
 
+LEFT = {"modules_to_not_convert": ["lm_head", ".*self_attn", ".*mlp.gate"]}
 # the packing, the scheme of a checkpoint's experts, and its quantization_config
 PUBLISHED = {
     "INT4, Kimi-K2.5": ("int4", quantized.int4, groups("int", 4, "group", group_size=32)),
@@ -156,6 +179,22 @@ PUBLISHED = {
     ),
     "FP8 in rows, Llama-4": ("fp8_rows", quantized.fp8_rows, groups("float", 8, "channel")),
     "FP8 with one scale": ("fp8_rows", quantized.fp8_tensor(".weight_scale"), groups("float", 8, "tensor")),
+    "NVFP4 of ModelOpt": (
+        "nvfp4",
+        quantized.nvfp4(".weight", ".weight_scale_2", divides=False),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "*.self_attn*", "model.layers.0.mlp.gate"],
+        },
+    ),
+    "NVFP4 of compressed-tensors": (
+        "nvfp4",
+        quantized.nvfp4(".weight_packed", ".weight_global_scale", divides=True),
+        groups("float", 4, "tensor_group", group_size=16),
+    ),
+    "GPTQ": ("int4_zeros", quantized.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64, **LEFT}),
+    "AWQ": ("int4_zeros", quantized.awq, {"quant_method": "awq", "bits": 4, "group_size": 64, **LEFT}),
     "int8 of bitsandbytes": (
         "int8",
         quantized.int8,

@@ -94,11 +94,42 @@ def nvfp4(codes_tail: str, number_tail: str, *, divides: bool) -> Scheme:
 def int4(shape: tuple[int, ...]) -> Quantized:
     """Codes of compressed-tensors, eight in a word, in groups of 32, without zeros."""
     codes = torch.randint(0, 16, shape)
-    words = (codes.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
     scales = (torch.rand(*shape[:-1], -(-shape[-1] // 32)) / 50).to(torch.bfloat16)
     factors = scales.float().repeat_interleave(32, -1)[..., : shape[-1]]
-    tensors = {".weight_packed": words, ".weight_scale": scales, ".weight_shape": torch.tensor(shape)}
+    tensors = {".weight_packed": words(codes, -1), ".weight_scale": scales, ".weight_shape": torch.tensor(shape)}
     return tensors, ((codes - 8) * factors).to(torch.bfloat16)
+
+
+def words(codes: torch.Tensor, dim: int) -> torch.Tensor:
+    """4-bit codes, eight in a word along ``dim``, the first in its lowest bits."""
+    eights = codes.movedim(dim, -1).unflatten(-1, (-1, 8))
+    return (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def with_zeros(codes_dim: int, order: tuple[int, ...], added: int) -> Scheme:
+    """Codes of GPTQ or AWQ in groups of 64 inputs, in words along ``codes_dim`` of [inputs, outputs]."""
+
+    def scheme(shape: tuple[int, ...]) -> Quantized:
+        outputs, inputs = shape
+        codes, zeros = torch.randint(0, 16, (inputs, outputs)), torch.randint(added, 16, (inputs // 64, outputs))
+        scales = (torch.rand(inputs // 64, outputs) / 50 + 1e-3).half()
+        values = (codes - zeros.repeat_interleave(64, 0)) * scales.float().repeat_interleave(64, 0)
+
+        def ordered(numbers: torch.Tensor) -> torch.Tensor:
+            return numbers.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
+
+        tensors = {
+            ".qweight": words(ordered(codes), codes_dim),
+            ".qzeros": words(ordered(zeros) - added, 1),
+            ".scales": scales,
+        }
+        return tensors, values.T.contiguous().to(torch.bfloat16)
+
+    return scheme
+
+
+gptq = with_zeros(0, (0, 1, 2, 3, 4, 5, 6, 7), 1)
+awq = with_zeros(1, (0, 2, 4, 6, 1, 3, 5, 7), 0)
 
 
 def nf4(shape: tuple[int, ...]) -> Quantized:

@@ -8,7 +8,7 @@ from shardwright.errors import UserError
 
 SAME = "same"  # packed as the checkpoint is published
 # the words of `shardwright.models.adapters.packings.registry`, which imports torch: --help need not wait for it
-PACKED = ["int8", "fp8", "fp8_rows", "int4", "mxfp4", "nf4"]
+PACKED = ["int8", "fp8", "fp8_rows", "int4", "int4_zeros", "mxfp4", "nf4", "nvfp4"]
 BASE_DTYPES = ["float32", "bfloat16", *PACKED, SAME]
 INITS = ["true", "gaussian", "pissa", "olora"]
 # which changes A's start alone, so that PEFT can make it and a run go on from it
@@ -77,7 +77,8 @@ class AdapterArguments(Checked):
         "bfloat16",
         "What the frozen weights under an adapter are stored in: bfloat16, float32, or linear layers and experts in "
         "fewer bits and all else in bfloat16: int8, fp8 (blocks of 128 × 128), fp8_rows, int4 (4.5 bits a weight), "
-        "mxfp4 (4.25), nf4 (4.5); same: as the checkpoint is published, where that is one of these.",
+        "int4_zeros (5), mxfp4 (4.25), nf4 (4.5), nvfp4 (6); same: as the checkpoint is published, where that is one "
+        "of these.",
         choices=BASE_DTYPES,
     )
 

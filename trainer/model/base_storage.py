@@ -58,12 +58,17 @@ def published(settings: Mapping[str, Any]) -> str | None:
     if method in ("fp8", "fbgemm_fp8") and not settings.get("quant_algo"):
         block = settings.get("weight_block_size")
         return "fp8_rows" if not block else "fp8" if list(block) == [128, 128] else None
-    if settings.get("quant_algo") == "FP8":
-        return "fp8_rows"
+    if settings.get("quant_algo") in ("FP8", "NVFP4"):  # ModelOpt's
+        return "fp8_rows" if settings["quant_algo"] == "FP8" else "nvfp4"
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return "int8"
     if method == "bitsandbytes" and settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4":
         return "nf4"
+    if method in ("gptq", "awq"):
+        size = settings.get("group_size") or 0
+        in_blocks = size == -1 or (size > 0 and size % 32 == 0)
+        others = settings.get("desc_act") or settings.get("dynamic")  # groups of no neighbours, other bits for some
+        return "int4_zeros" if settings.get("bits") == 4 and in_blocks and not others else None
     if method != "compressed-tensors":
         return None
     found = {_published_group(group) for group in (settings.get("config_groups") or {}).values()}
@@ -83,6 +88,8 @@ def _published_group(group: Mapping[str, Any]) -> str | None:
             return "fp8"
         case "float", 4, "group" if size == 32:
             return "mxfp4"
+        case "float", 4, "tensor_group" if size == 16:
+            return "nvfp4"
         case "int", 8, "channel":
             return "int8"
         case "int", 4, "group" if size > 0 and size % 32 == 0:
@@ -99,6 +106,8 @@ def packed_among(names: Collection[str], base_dtype: str, facts: ModelFacts) -> 
     # compressed-tensors marks its expressions so (utils/match.py)
     expressions = [word.removeprefix("re:") for word in words if word.startswith("re:")]
     left = [word for word in words if not word.startswith("re:")]
+    if settings.get("quant_method") == "modelopt":  # which lists file patterns, where the others have expressions
+        left = [re.escape(word).replace(r"\*", ".*") for word in left]
 
     def is_packed(module: str) -> bool:
         return should_convert_module(module, left) and not any(re.match(each, module) for each in expressions)

@@ -109,7 +109,7 @@ def _base_dtype(quantization: Any) -> str:
         "quantization_config",
         f"{a_type(quantization)} that asks for something else than NF4",
         "the frozen model under an adapter is packed while it is read",
-        "TrainingArguments(base_dtype=…) with int8, fp8, fp8_rows, int4, mxfp4 or nf4; "
+        "TrainingArguments(base_dtype=…) with int8, fp8, fp8_rows, int4, int4_zeros, mxfp4, nf4 or nvfp4; "
         "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4') is taken too",
     )
 

@@ -22,9 +22,8 @@ class FourBits(Packing):
     size: int
 
     def lacking(self, weight: Weight) -> str:
-        return f"its {weight.shape[weight.inputs]} inputs are no multiple of {self.size}" * bool(
-            weight.shape[weight.inputs] % self.size
-        )
+        inputs, least = weight.shape[weight.inputs], max(self.size, _GROUP // 2)
+        return f"its {inputs} inputs are no multiple of {least}" * bool(inputs % least)
 
     def block(self, weight: Weight) -> tuple[int, ...]:
         sizes = [1] * len(weight.shape)
@@ -49,14 +48,19 @@ class FourBits(Packing):
         self, codes: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype, apart: Map = lambda x: x
     ) -> Tensor:
         half = self._group(weight) // 2
-        groups = apart(codes.unflatten(-2, (-1, half))).unsqueeze(-3).to(torch.float32)
+        rows = min(half, self.size)  # of a half with one scale
+        groups = apart(codes.unflatten(-2, (-1, half // rows, rows))).unsqueeze(-4).to(torch.float32)
         # in bfloat16, or the compiler would write both to memory in float32
         high, low = (apart(part.to(torch.bfloat16)) for part in split(groups, 16))
-        is_high = torch.arange(2, device=codes.device).reshape(2, 1, 1) > 0
-        numbers = self.numbers(torch.where(is_high, high, low).to(torch.float32))
-        scale = self.factors(scale).unflatten(-2, (numbers.shape[-4], -1)).unsqueeze(-2)
-        found = apart((numbers * scale).to(dtype)).flatten(-4, -2)
+        is_high = torch.arange(2, device=codes.device).reshape(2, 1, 1, 1) > 0
+        taken = torch.where(is_high, high, low).to(torch.float32)
+        numbers = self.scaled(taken, scale, (taken.shape[-5], -1, half // rows))
+        found = apart(numbers.to(dtype)).flatten(-5, -2)
         return found if weight.inputs == -2 else found.transpose(-1, -2)
+
+    def scaled(self, codes: Tensor, scale: Tensor, blocks: tuple[int, ...]) -> Tensor:
+        """The values of ``codes`` [.., blocks, rows, outputs], whose stored scales are one for each block."""
+        return self.numbers(codes) * self.factors(scale).unflatten(-2, blocks).unsqueeze(-2)
 
     def factors(self, scale: Tensor) -> Tensor:
         """Stored scales as factors, in float32."""

@@ -23,9 +23,9 @@ from shardwright.models.adapters.packings.packing import (
 
 _BLOCK = 128
 _E4M3 = torch.float8_e4m3fn
-# what a block's largest magnitude may become: the largest number of all, as most makers have it, and one for each other
-# mantissa: a scale and half of it hold the same values
-_MOST = (448.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 240.0)
+# what a block's largest magnitude may become: one for each mantissa, for a scale and half of it hold the same values;
+# the largest number of all, as most makers have it
+_MOST = (256.0, 288.0, 320.0, 352.0, 384.0, 416.0, 240.0, 448.0)
 _STEPS = [2.0 ** (max(exponent, 1) - 10) for exponent in range(16)]  # between numbers of an exponent
 
 
@@ -75,4 +75,4 @@ class Fp8Rows(_Fp8):
 
 
 def _rounded(numbers: Tensor) -> Tensor:
-    return numbers.clamp(-_MOST[0], _MOST[0]).to(_E4M3).to(torch.float32)
+    return numbers.clamp(-_MOST[-1], _MOST[-1]).to(_E4M3).to(torch.float32)

@@ -10,8 +10,8 @@ from shardwright.models.adapters.packings.four_bits import FourBits
 from shardwright.models.adapters.packings.packing import Weight, found_again
 
 _LEAST = -8  # of the integers, which go to 7
-# what a block's largest magnitude may be: 7.5 is compressed-tensors' rule, which gives 7 or -8; 7 is Kimi's
-_MOST = (7.5, 7, 8, 6, 5, 4, 3, 2, 1)
+# what a block's largest magnitude may be: 7 is Kimi's; 7.5 is compressed-tensors' rule, which gives 7 or -8
+_MOST = (7, 8, 6, 5, 4, 3, 2, 1, 7.5)
 
 
 class Int4(FourBits):

@@ -6,8 +6,8 @@ from torch import Tensor
 from shardwright.models.adapters.packings.packing import Packing, Weight, found_again
 
 _LEAST = -128
-# what a row's largest magnitude may become: LLM.int8's, and compressed-tensors', whose 127.5 may be either end
-_MOST = (127.0, 128.0)
+# what a row's largest magnitude may become: compressed-tensors', whose 127.5 may be either end, and LLM.int8's
+_MOST = (128.0, 127.0)
 
 
 class Int8(Packing):

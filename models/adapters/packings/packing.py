@@ -21,6 +21,7 @@ SCALE = "_scale"
 Map = Callable[[Tensor], Tensor]
 
 _ROUNDING = 2.0**-21  # of a code times its scale and back, relative
+_MANTISSA = 2**23 - 1  # of a float32's bits
 _FEW = 8
 
 
@@ -201,7 +202,8 @@ def found_again(
     """The codes of ``values``, as float32 numbers, and the scale of each block, of this dtype.
 
     A block's largest magnitude becomes one of ``most``: the first with which ``rounded`` changes none of its values, so
-    that what was made of such codes is found again; else the first of all.
+    that what was made of such codes is found again; else the last of all. A power of two is best tried first, as the
+    quotient is exact.
     """
     blocks = in_blocks(values, block)
     inside = tuple(range(1, blocks.dim(), 2))
@@ -212,7 +214,7 @@ def found_again(
         off = rounded(values / scale).mul_(scale).sub_(values).abs_()
         return (off <= _ROUNDING * values.abs()).all(inside, keepdim=True)
 
-    scale, left = (each / most[0]).to(dtype), torch.ones_like(each, dtype=torch.bool)
+    scale, left = (each / most[-1]).to(dtype), torch.ones_like(each, dtype=torch.bool)
     for number in most:
         tried = (each / number).to(dtype)
         found = left & fits(few, tried)
@@ -220,5 +222,11 @@ def found_again(
         scale, left = torch.where(found, tried, scale), left & ~found
         if not left.any():
             break
-    scale = scale.squeeze(inside)
-    return rounded(divided(values, scale, block)), scale
+    scale, found = scale.squeeze(inside), ~left.squeeze(inside)
+    codes = rounded(divided(values, scale, block))
+    if dtype == torch.float32 and found.any():
+        # a part of a rounded product may be off by a bit, but a value whose code is a power of two has the scale's own
+        powers = (codes.view(torch.int32) & _MANTISSA == 0) & (codes != 0)
+        own = in_blocks((values / codes).where(powers, 0.0), block).amax(inside)
+        scale = torch.where(found & (own > 0), own, scale)
+    return codes, scale

@@ -47,6 +47,7 @@ class Format:
     plain: str = ".weight"
     fits: Callable[[Parts], bool] = lambda parts: True  # where dtypes don't tell
     optional: tuple[str, ...] = ()  # ends of names that a weight may have beside
+    turned: bool = False  # whether ``decode`` gives the weight with its last two dimensions swapped
     unread: tuple[str, ...] = ()  # ends of names that may be there, and on which the values do not depend
     encode: Encode | None = None  # None: it is read, and not written
     unwritten: str = "no way back into it is published"  # why there is no `encode`
@@ -59,7 +60,9 @@ class Format:
     def weight(self, parts: Parts, settings: Settings, dtype: torch.dtype = DEQUANTIZED) -> Array:
         """The weight that ``parts`` hold, its float32 values rounded to ``dtype``; raises ValueError as ``decode``."""
         found = self.decode(parts, settings)
-        return in_pieces(found, dtype) if self.title and found.dtype == torch.float32 else found
+        found = in_pieces(found, dtype) if self.title and found.dtype == torch.float32 else found
+        # in pieces as it is stored: a row of the result may go through all that is
+        return transposed(found) if self.turned else found
 
     def parts_of(self, stem: str, tensors: Mapping[str, Array]) -> Parts | None:
         """The tensors of the weight ``stem`` by the ends of their names; None: they are not in this format."""

@@ -10,16 +10,13 @@ import torch
 
 from shardwright.files.arrays import Array, mapped, whole
 from shardwright.weights.formats.format import (
-    DEQUANTIZED,
     FLOATS,
     Format,
     Parts,
     Settings,
-    in_pieces,
     picked,
     scaled,
     shape_error,
-    transposed,
     unpacked,
 )
 
@@ -48,12 +45,12 @@ def _check(parts: Parts, bits: int) -> None:
 
 
 def _in_groups(codes: Array, parts: Parts, zeros: Array, index: torch.Tensor | None, stated: int | None) -> Array:
-    """The weight [out, in] of ``codes`` [in, out]; ``index``: the group of each input."""
+    """The values of ``codes`` [in, out]; ``index``: the group of each input."""
     scales = parts[".scales"]
     size = stated if stated and stated > 0 else -(-codes.shape[0] // scales.shape[0])
     if index is not None:
         scales, zeros, size = picked(scales, index, 0), picked(zeros, index, 0), 1
-    return transposed(in_pieces(scaled(codes, scales, [(size, 1)], zeros), DEQUANTIZED))
+    return scaled(codes, scales, [(size, 1)], zeros)
 
 
 def _gptq(parts: Parts, settings: Settings) -> Array:
@@ -85,6 +82,7 @@ GPTQ = Format(
     parts=_PARTS,
     fits=lambda parts: len(parts[".qweight"].shape) == 2 and not _is_awq(parts),
     decode=_gptq,
+    turned=True,
     optional=(".g_idx",),
     unwritten=_CALIBRATED,
 )
@@ -93,5 +91,6 @@ AWQ = Format(
     parts=_PARTS,
     fits=lambda parts: len(parts[".qweight"].shape) == 2 and _is_awq(parts),
     decode=_awq,
+    turned=True,
     unwritten=_CALIBRATED,
 )

@@ -13,18 +13,13 @@ from shardwright.files.arrays import Array, LazyArray, Slices, mapped
 from shardwright.weights.formats.encode import mxfp4_experts, mxfp4_packed
 from shardwright.weights.formats.format import (
     BYTES,
-    DEQUANTIZED,
     EXPONENTS,
     FLOATS,
     Format,
-    Parts,
-    Settings,
-    in_pieces,
     looked_up,
     powers_of_two,
     scaled,
     shape_error,
-    transposed,
     unpacked,
 )
 
@@ -56,11 +51,6 @@ def _rows(blocks: Array) -> LazyArray:
     return LazyArray((*front, count * size), blocks.dtype, read)
 
 
-def _gpt_oss(parts: Parts, settings: Settings) -> Array:
-    # a row of the result goes through all blocks, so pieces are made before
-    return transposed(in_pieces(_decode(_rows(parts["_blocks"]), parts["_scales"]), DEQUANTIZED))
-
-
 def _mxfp4(main: str, scale: str, plain: str = ".weight") -> Format:
     return Format(
         title="MXFP4",
@@ -75,8 +65,9 @@ def _mxfp4(main: str, scale: str, plain: str = ".weight") -> Format:
 GPT_OSS = Format(
     title="MXFP4",
     parts={"_blocks": {torch.uint8}, "_scales": {torch.uint8}},
-    decode=_gpt_oss,
+    decode=lambda parts, settings: _decode(_rows(parts["_blocks"]), parts["_scales"]),
     plain="",
+    turned=True,
     encode=mxfp4_experts,
 )
 # transformers 5.23 saves a gpt-oss that it has dequantized under the quantized names, and reads no such folder itself
