@@ -126,7 +126,7 @@ def _decayed(placed: PlacedModel, decays: Mapping[str, float]) -> frozenset[str]
                 asked="an optimizer of groups with and without weight_decay",
                 found=", ".join(f"{decay} of {name}" for name, decay in list(members.items())[:4]),
                 why="these layers are one stack, which is updated at once",
-                instead="the same weight_decay for all layers; or --compute scan=False, which stacks none",
+                instead="the same weight_decay for all layers; or no stacks, TrainingArguments(compute='scan=False')",
             )
         if any(members.values()):
             found.add(entry.name)

@@ -110,6 +110,10 @@ MISTAKES: Mistakes = {
     "a tracker not installed": (lambda: maker(log_with="aim"), "not installed", {"pip install aim": lambda: maker()}),
     "no model": (lambda: maker().prepare(loader()), "no model that is prepared",
                  {"accelerator.prepare(model, optimizer, loader)": lambda: prepared()[0].prepare(loader())}),
+    "a loss before a model": (lambda: maker().backward(torch.tensor(1.0)), "no model that is prepared",
+                              {"accelerator.prepare(": prepared}),
+    "clipping before a model": (lambda: maker().clip_grad_value_([], 1.0), "no model that is prepared",
+                                {"accelerator.prepare(": prepared}),
     "no model of transformers": (lambda: prepared(model=torch.nn.Linear(2, 2)), "no model of transformers",
                                  {"AutoModelForCausalLM": lambda: prepared(model=small())}),
     "a thing of another kind": (lambda: maker().prepare(5), "another kind",
@@ -124,6 +128,8 @@ MISTAKES: Mistakes = {
                               {"all of model.parameters()": prepared}),
     "two decays": (lambda: prepared(groups((0.1, 0.2))), "0.1, 0.2",
                    {"one": lambda: prepared(groups()), "0 elsewhere": lambda: prepared(groups((0.1, 0.0)))}),
+    "two rates from the first": (lambda: prepared(groups(rates=(1e-3, 1e-2))), "0.001, 0.01",
+                                 {"learning_rate=": lambda: prepared(groups())}),
     "two rates": (lambda: at_two_rates(1.0), "the rates", {"one lr": lambda: at_two_rates(1e-3)}),
     "rows that don't divide": (lambda: placed(loader(6)), "batches of 6 rows",
                                {"batch_size=8": lambda: placed(loader(8))}),
@@ -148,7 +154,7 @@ MISTAKES: Mistakes = {
                    {"accelerator.unwrap_model(model)": lambda: prepared()[0].unwrap_model(1)}),
     "a decay of some layers": (lambda: in_stacks(True), "of model.layers",
                                {"same weight_decay for all layers": lambda: in_stacks(False),
-                                "--compute scan=False": lambda: in_stacks(True, scan=False)}),
+                                "compute='scan=False'": lambda: in_stacks(True, scan=False)}),
     "an option of the mesh": (lambda: maker(args=TrainingArguments(mesh="fsdp=3")).prepare(small()).loop.open(
         make_batch(one_layer("llama_fsdp"))), "3", {"Accelerator(args=TrainingArguments(": lambda: maker()}),
 }  # fmt: skip
