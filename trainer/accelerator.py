@@ -76,6 +76,13 @@ class Accelerator(Processes):
                 why="the devices multiply in bfloat16 or float32",
                 instead="mixed_precision='bf16'",
             )
+        if gradient_accumulation_steps < 1:
+            raise UserError(
+                asked=f"Accelerator(gradient_accumulation_steps={gradient_accumulation_steps})",
+                found="fewer than one micro-batch a step",
+                why="a step has one at least",
+                instead="gradient_accumulation_steps=1",
+            )
         if others:
             raise UserError(
                 asked=f"Accelerator({next(iter(others))}=…)",
@@ -97,10 +104,11 @@ class Accelerator(Processes):
         # of the batch that a loader gave last: its own rows, and whether it ends an epoch
         self._rows, self._last = 0, False
 
-    def prepare(self, *objects: Any, **how: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """What stands for each of ``objects`` in the loop, in their order; one alone is returned by itself.
 
-        The model comes with the first call, in any place. Raises UserError for an object that can't be prepared.
+        The model comes with the first call, in any place. All lies on the mesh, whatever ``device_placement`` is.
+        Raises UserError for an object that can't be prepared.
         """
         for model in (each for each in objects if isinstance(each, nn.Module)):
             if self._loop is not None:
@@ -128,7 +136,7 @@ class Accelerator(Processes):
         loop.optimize(each)
         return LoopOptimizer(each, loop, self._is_step)
 
-    def backward(self, loss: Tensor, **how: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, of a micro-batch its share."""
         step = self._opened("backward(loss)").step
         if step is None or not loss.requires_grad:
@@ -195,9 +203,12 @@ class Accelerator(Processes):
         if hosts().first:
             torch.save(obj, f)
 
-    def save_model(self, model: Any, save_directory: str | Path, **how: Any) -> None:
-        """Write the model as transformers does."""
-        self.unwrap_model(model).save_pretrained(save_directory, is_main_process=hosts().first)
+    def save_model(
+        self, model: Any, save_directory: str | Path, max_shard_size: str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Write the model as transformers does, in safetensors; all hosts call it."""
+        own = self.unwrap_model(model)
+        own.save_pretrained(save_directory, is_main_process=hosts().first, max_shard_size=max_shard_size)
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Begin a run of each tracker, on the first host."""

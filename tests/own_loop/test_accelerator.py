@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate.tracking import GeneralTracker
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
+from transformers import BatchEncoding
 
 from shardwright import Accelerator, TrainingArguments
 from shardwright.layout.load_recipe import load_recipe
@@ -114,7 +115,12 @@ def tiny(count: int = 40, rows: int = 16, **more: Any) -> tuple[Accelerator, Any
     config = one_layer("llama_fsdp")
     model, maker = plain_model(config), accelerator(args=TrainingArguments(compute="scan=False,remat=none"), **more)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return maker, *maker.prepare(model, optimizer, DataLoader(records(config, count), batch_size=rows))
+
+    def collate(several: Any) -> BatchEncoding:  # as transformers' collators do
+        return BatchEncoding(default_collate(several))
+
+    loader = DataLoader(records(config, count), batch_size=rows, collate_fn=collate)
+    return maker, *maker.prepare(model, optimizer, loader)
 
 
 def test_a_step_is_one_program_and_a_short_batch_none_of_its_own():
@@ -127,6 +133,7 @@ def test_a_step_is_one_program_and_a_short_batch_none_of_its_own():
             optimizer.step()
             optimizer.zero_grad()
             compiled.append((runtime.program_count(), outputs.loss.item()))
+            assert isinstance(batch, BatchEncoding)
             rows.append(len(maker.gather_for_metrics(outputs.logits)))
     assert rows == [16, 16, 8] * 2, "rows that complete a batch are taken off again"
     assert len({count for count, _ in compiled[1:]}) == 1, compiled

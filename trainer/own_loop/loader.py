@@ -1,13 +1,14 @@
 """LoopLoader: the batches of a loop of one's own, on the mesh."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from shardwright.hosts.hosts import hosts
 from shardwright.own_loop.placed_loop import PlacedLoop
@@ -32,18 +33,20 @@ class LoopLoader:
         batch = next(batches, None)
         most = _rows(batch)
         if hosts().several:
-            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
             sums = ", ".join(f"{list(leaf.shape)} {leaf.double().sum().item()}" for leaf in tensors)
             hosts().check_same({"first batch of a loader (set_seed(…) before it makes them the same)": sums})
         while batch is not None:
             following = next(batches, None)
             rows = _rows(batch)
-            whole = batch if rows == most else tree_map(functools.partial(_completed, held=rows, rows=most), batch)
+            whole = _plain(batch)
+            if rows != most:
+                whole = tree_map(functools.partial(_completed, held=rows, rows=most), whole)
             if self._loop.step is not None:
                 self._loop.step.settle()
             placed = self._loop.place(whole)
             self._passed(rows, following is None)
-            yield placed
+            yield BatchEncoding(placed) if isinstance(batch, BatchEncoding) else placed
             batch = following
 
     def __getattr__(self, name: str) -> Any:
@@ -52,8 +55,13 @@ class LoopLoader:
         return getattr(self.own, name)
 
 
+def _plain(batch: Any) -> Any:
+    """``batch``, a mapping as a dict: torch's trees know no others."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
 def _rows(batch: Any) -> int:
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    return next((len(leaf) for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def _completed(leaf: Any, held: int, rows: int) -> Any:

@@ -128,6 +128,7 @@ class PlacedLoop:
 
     def place(self, batch: Any) -> Any:
         """``batch``, a mapping or a sequence of host tensors with a row each, on the mesh."""
+        batch = dict(batch) if isinstance(batch, Mapping) else batch  # torch's trees know no other mappings
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else next(iter(leaves), None)
         if tokens is None or tokens.dim() != 2:
@@ -139,8 +140,9 @@ class PlacedLoop:
                 instead="a loader of records with input_ids, and labels and attention_mask if they have some",
             )
         step = self.open({"input_ids": tokens, **(batch if isinstance(batch, Mapping) else {})})
-        if isinstance(batch, Mapping) and "attention_mask" in batch and not self._segments:
-            self._check_padding(batch["attention_mask"])
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if mask is not None and mask.device.type == "cpu" and not self._segments:  # else it was checked before
+            self._check_padding(mask)
         self._shapes[tuple(tokens.shape)] = None
         mesh, axes = step.mesh, step.placed.batch_axes
 
@@ -151,7 +153,7 @@ class PlacedLoop:
             one = {"batch": leaf}
             return place_batch(own_rows(one, mesh, axes) if of_rows else one, mesh, axes if of_rows else ())["batch"]
 
-        return tree_map(put, dict(batch) if isinstance(batch, Mapping) else batch)
+        return tree_map(put, batch)
 
     def forward(self, inputs: Mapping[str, Any], *, training: bool) -> CausalLMOutput:
         """transformers' output of ``inputs``; its ``loss`` is None without labels."""

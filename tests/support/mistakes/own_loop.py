@@ -103,6 +103,8 @@ BACKWARD = {"accelerator.backward(loss)": lambda: trained(lambda a, m, o: o.step
 MISTAKES: Mistakes = {
     "another precision": (lambda: maker(mixed_precision="fp16"), "neither bf16 nor no",
                           {"mixed_precision='bf16'": lambda: maker(mixed_precision="bf16")}),
+    "no micro-batch": (lambda: maker(gradient_accumulation_steps=0), "fewer than one",
+                       {"gradient_accumulation_steps=1": lambda: maker(gradient_accumulation_steps=1)}),
     "a plugin": (lambda: maker(fsdp_plugin=1), "how its processes share the work",
                  {"mixed_precision=": lambda: maker(mixed_precision="no"),
                   "recipe=": lambda: maker(recipe="llama_tp")}),
