@@ -12,6 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shardwright.layout.auto import UNMADE
 from shardwright.model.meta_model import load_config, meta_model
+from shardwright.models.experts.expert_families import experts_modules
+from shardwright.models.experts.routing import selection_biases
 from shardwright.models.tiny import families, tiny_config
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.tokenizer_files import tokenizer_files
@@ -61,8 +63,10 @@ def test_a_bfloat16_export_keeps_in_float32_what_transformers_keeps_and_says_bfl
     assert loaded.dtype == torch.bfloat16
     wide = {name: values for name, values in loaded.state_dict().items() if values.dtype == torch.float32}
     assert all(torch.equal(values, torch.full_like(values, 1 / 3)) for values in wide.values())
-    present = [name for name, _ in loaded.named_parameters() if any(part in name for part in kept_by(family))]
-    assert dtypes == ({torch.bfloat16, torch.float32} if wide or present else {torch.bfloat16})
+    strict = getattr(type(loaded), LISTS[1], None) or ()  # the other list is kept beside float16 alone
+    present = [name for name, _ in loaded.named_parameters() if any(part in name for part in strict)]
+    chosen_by = selection_biases(model, experts_modules(model))  # which engines read so
+    assert dtypes == ({torch.bfloat16, torch.float32} if wide or present or chosen_by else {torch.bfloat16})
 
 
 def test_biases_in_float32_beside_weights_in_bfloat16_leave_the_config_s_dtype_bfloat16(tmp_path):

@@ -14,7 +14,6 @@ from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Shard
 from shardwright.layout.plan_checks import collapse
 from shardwright.layout.recipe import Layout, Recipe, layout_source, matches
-from shardwright.models.experts.expert_families import experts_modules
 
 _OFFERED = 3  # meshes in a message
 _LINES = 2  # changes of lines in a message
@@ -62,7 +61,9 @@ class Mends:
         """Fewer devices for the recipe as it is; and for these ``auto``, which splits what divides."""
         from transformers import PreTrainedModel
 
+        # here, since both load transformers, which a recipe's author need not have
         from shardwright.layout.auto import AUTO, auto_recipe
+        from shardwright.models.experts.expert_families import experts_modules
 
         if self._recipe.name == AUTO or not isinstance(self._model, PreTrainedModel):
             return self.fewer()
