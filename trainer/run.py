@@ -42,7 +42,7 @@ from shardwright.model.lora_options import adapter_said, check_same, described, 
 from shardwright.model.meta_model import means_weights
 from shardwright.monitoring.callbacks import SupervisorNotes, open_trackers
 from shardwright.monitoring.messages import check_steps_left
-from shardwright.monitoring.next_commands import MODEL, next_commands
+from shardwright.monitoring.next_commands import MODEL, next_commands, tune_command
 from shardwright.monitoring.run_page import LIVES, PAGE
 from shardwright.prove import certificate
 from shardwright.report.lines import Terminal, say, waiting
@@ -164,6 +164,8 @@ class Start:
             next(loop.batches)
         loop.watch.began(earlier=reading_took)
         say(console, f"output:  {self.lock.folder}")
+        if line := tune_command(self.job, self.lock.folder, runtime.chip()):
+            say(console, f"tune:    {line}")
         return loop
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from shardwright.arguments.command_line import options_parser
+from shardwright.arguments.command_line import options_parser, parse
 from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.data.rows.rows import StoredRows
 from shardwright.evaluation.completions import _beginning
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
@@ -18,7 +19,8 @@ from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
-from shardwright.monitoring.next_commands import MODEL, next_commands
+from shardwright.monitoring.next_commands import MODEL, next_commands, tune_command
+from shardwright.xla.chips import CHIPS, find_topology
 
 
 def job_with(**options: Any) -> Job:
@@ -77,6 +79,16 @@ def test_a_run_that_saved_nothing_offers_nothing_to_export_or_to_go_on_from():
 def test_an_adapter_of_a_recipes_own_random_weights_is_offered_for_no_model():
     found = next_commands(job_with(lora_r=4), Folder("out"), step=20, saved=20, there={MODEL})
     assert list(found) == ["export", "go on"]
+
+
+def test_a_run_on_a_tpu_says_how_its_settings_are_tuned_in_words_that_compile_takes():
+    job, folder = job_with(), Folder("my runs/one")
+    words = shlex.split(str(tune_command(job, folder, CHIPS["v6e"])))[2:]
+    assert words[:2] == ["--config", "my runs/one/run.yaml"]
+    _, found = parse([TrainingArguments, CompileArguments], words[2:], "")
+    assert (find_topology(str(found.topology)).devices, found.tune) == (job.devices, 60)
+    assert tune_command(job, folder, None) is None
+    assert tune_command(Job.resolve(job.args, lambda: 2), folder, CHIPS["v6e"]) is None, "a slice that there is not"
 
 
 def test_a_completion_begins_with_a_rows_first_tokens_or_with_the_prompt_of_a_chat():

@@ -1,5 +1,6 @@
 """Commands for what a run leaves: load it, evaluate it, export a checkpoint, go on."""
 
+import math
 import os
 import shlex
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from shardwright.files.folder import Folder
 from shardwright.files.hub_names import split
 from shardwright.job import Job
 from shardwright.weights.weight_files import GGUF
+from shardwright.xla.chips import Chip, topologies
 
 MODEL = "model"
 
@@ -50,3 +52,16 @@ def next_commands(job: Job, folder: Folder, step: int, saved: int | None, there:
         found["export"] = f"{command('export')} --checkpoint {checkpoint} --output my-model{merged}"
         found["go on"] = f"{command('train')} --config {run} --resume_from_checkpoint latest{further}"
     return found
+
+
+def tune_command(job: Job, folder: Folder, chip: Chip | None) -> str | None:
+    """The command that finds a faster batch, remat and mesh for the run in ``folder``; None: it is on no known slice.
+
+    Without a TPU, by its compiler and the estimate.
+    """
+    count = math.prod(job.recipe.mesh.dcn.values())
+    slices = [] if chip is None else [each for each in topologies(chip) if each.devices * count == job.devices]
+    if not slices:
+        return None
+    run, several = shlex.quote(str(folder / RUN_FILE)), f" --slices {count}" if count > 1 else ""
+    return f"{command('compile')} --config {run} --topology {slices[0].name}{several} --tune 60"
