@@ -78,13 +78,8 @@ def _layer_inputs(decoder: Any, trunk: dict[str, Any], hidden: Tensor) -> dict[s
     positions = trunk.get("position_ids")
     if positions is None:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-    mask = create_causal_mask(
-        config=decoder.config,
-        inputs_embeds=hidden,
-        attention_mask=trunk.get("attention_mask"),
-        past_key_values=None,
-        position_ids=positions,
-    )
+    # by place: the cache has one name in transformers 5.23 and another in 5.24
+    mask = create_causal_mask(decoder.config, hidden, trunk.get("attention_mask"), None, position_ids=positions)
     parameters = inspect.signature(decoder.forward).parameters.values()
     own = {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
     return {
