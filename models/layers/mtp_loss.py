@@ -87,5 +87,4 @@ def _layer_inputs(decoder: Any, trunk: dict[str, Any], hidden: Tensor) -> dict[s
         "attention_mask": mask,
         "position_ids": positions,
         "position_embeddings": decoder.rotary_emb(hidden, positions),
-        "past_key_values": None,
     }
