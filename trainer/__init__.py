@@ -17,10 +17,10 @@ from shardwright.layout.recipe import Compute, Recipe
 from shardwright.xla import cuda, light_imports
 
 if TYPE_CHECKING:
-    from shardwright.accelerator import Accelerator
     from shardwright.arguments.training import TrainingArguments
     from shardwright.job import Job
     from shardwright.loop import TrainingLoop
+    from shardwright.own_loop.accelerator import Accelerator
     from shardwright.run import train
     from shardwright.trainer import Trainer
     from shardwright.trl_trainers import (
@@ -42,7 +42,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 # public name → its module
 _LATER = {
     **{f"{name}{kind}": "trl_trainers" for name in ("DPO", "KTO", "Reward", "SFT") for kind in ("Config", "Trainer")},
-    "Accelerator": "accelerator",
+    "Accelerator": "own_loop.accelerator",
     "Job": "job",
     "Trainer": "trainer",
     "TrainingArguments": "arguments.training",

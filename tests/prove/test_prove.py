@@ -260,7 +260,7 @@ def test_an_entry_that_rounding_alone_moves_tells_nothing_and_any_other_does(
 def test_a_gradient_that_the_plain_model_itself_loses_in_bfloat16_may_be_about_as_far_and_no_farther(
     ours: float, good: bool
 ) -> None:
-    """As the plain model's of Qwen3-Next's decays, four numbers, is by 1.4."""
+    """The plain model's gradients of Qwen3-Next's decays, four numbers, are off by 1.4."""
 
     def trajectory(off: float) -> Trajectory:
         return Trajectory([1.0], gradients={"layers.0.A_log": torch.full((4,), 1 + off)})

@@ -153,7 +153,7 @@ def test_an_export_has_the_names_and_the_dtypes_of_what_was_published(name, tmp_
     base = open_hub_weights(str(tmp_path), whole)
 
     def trained(name: str) -> Any:
-        """What a run in float32 has."""
+        """The values that a run in float32 has."""
         dtype = torch.float32 if base(name).dtype.is_floating_point else base(name).dtype
         return shaped_like(torch.empty(base(name).shape, dtype=dtype, device="meta"), lambda where: None)
 

@@ -105,7 +105,7 @@ class Accelerator(Processes):
         self._rows, self._last = 0, False
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """What stands for each of ``objects`` in the loop, in their order; one alone is returned by itself.
+        """Return a stand-in for each of ``objects``, in their order; one alone is returned by itself.
 
         The model comes with the first call, in any place. All lies on the mesh, whatever ``device_placement`` is.
         Raises UserError for an object that can't be prepared.
