@@ -16,7 +16,11 @@ with light_imports.uncollected():
     import functorch.compile, torch_xla
     from torch._inductor.pattern_matcher import compute_mutation_region_ids, fallback_node_due_to_unsupported_type
 assert gc.isenabled()
-late = ["torch_xla._dynamo.dynamo_bridge", "torch._inductor.kernel"]
+assert gc.get_freeze_count() > 100_000
+from scipy.optimize import linear_sum_assignment
+late = ["torch_xla._dynamo.dynamo_bridge", "torch._inductor.kernel", "scipy.optimize._optimize"]
+decompositions = vars(sys.modules["torch._inductor.decomposition"])
+assert "decompositions" not in decompositions
 assert not [name for name in late if name in sys.modules]
 assert torch_xla.stablehlo is sys.modules["torch_xla.stablehlo"]
 assert not hasattr(torch_xla.stablehlo, "__wrapped__") and late[0] not in sys.modules
@@ -27,6 +31,10 @@ except TypeError as error:
 from torch_xla.stablehlo import StableHLOGraphModule
 from torch._inductor import lowering
 assert lowering.lowerings and late[0] in sys.modules and late[1] in sys.modules
+assert decompositions["decompositions"] and late[2] not in sys.modules
+assert linear_sum_assignment([[2, 1], [1, 2]])[1].tolist() == [1, 0]
+from scipy.optimize import minimize
+assert late[2] in sys.modules and minimize.__module__.startswith("scipy.optimize")
 """
 
 

@@ -5,6 +5,7 @@ hours of training. A closed terminal also sends SIGHUP, which is ignored.
 """
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -137,3 +138,5 @@ def exit_code(main: Callable[[], int | None]) -> int:
             raise
         traceback.print_exc()
         return code
+    finally:
+        gc.freeze()  # what is left ends with the process: the interpreter's own walks of it take seconds

@@ -1,7 +1,7 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
-Late are torch_xla's StableHLO exporter and Inductor's lowerings: together a sixth of a start's imports, and the
-collector's walks are another. Loads neither torch nor torch_xla.
+Late are torch_xla's StableHLO exporter, Inductor's lowerings and decompositions, and SciPy's optimizers: together a
+sixth of a start's imports. The collector's walks are another, and a sixth of tracing. Loads neither torch nor torch_xla.
 """
 
 import contextlib
@@ -15,10 +15,12 @@ from typing import Any
 
 # module → the functions that are taken from it by name, and not called, where a run imports it
 # semi-private: torch_xla/__init__.py, torch_xla 2.9; torch/_inductor/pattern_matcher.py, torch 2.9, which AOTAutograd
-# imports for two functions that need no lowering
+# imports for two functions that need neither; transformers/loss/loss_for_object_detection.py, transformers 5.23
 _TAKEN = {
     "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
     "torch._inductor.lowering": ("fallback_node_due_to_unsupported_type",),
+    "torch._inductor.decomposition": ("select_decomp_table",),
+    "scipy.optimize": ("linear_sum_assignment",),
 }
 
 
@@ -68,11 +70,16 @@ def put_off() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage inside the ``with``: of what is imported there hardly anything is any."""
+    """Collect no garbage inside the ``with``, and never walk what is there at its end: of modules hardly anything is any.
+
+    They are a million objects, and each full collection afterwards would walk them all, in the midst of a step's trace.
+    """
     was_on = gc.isenabled()
+    gc.collect()  # what is garbage already would be kept for good
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_on:
             gc.enable()

@@ -18,16 +18,23 @@ from shardwright.errors import UserError
 # so that fewer than so many threads for each device are held. XLA makes 256 at most.
 AT_ONCE = 8
 
+_FLAGS = {
+    # operations one after another where they need not run at once, and none split over threads that others wait for
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    "xla_cpu_multi_thread_eigen": "false",
+    # LLVM's dearer half and XLA's newer code for fusions: with them a step compiles for twice as long, and is no faster
+    "xla_cpu_use_fusion_emitters": "false",
+    "xla_backend_optimization_level": "1",
+    "xla_llvm_disable_expensive_passes": "true",
+}
+
 
 def prepare(devices: int) -> None:
     """Sets XLA's CPU client up, before it is opened, so that virtual devices never starve; what the user set stays."""
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, AT_ONCE * devices)))
-    # operations one after another where they need not run at once, and none split over threads that others wait for;
-    # and fusions by XLA's older code: by the newer one a step compiles for half as long again, and is no faster
-    schedule, split = "xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen"
-    flags = (schedule, split, "xla_cpu_use_fusion_emitters")
-    mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()
+    given = os.environ.get("XLA_FLAGS", "")
+    mine = [f"--{flag}={value}" for flag, value in _FLAGS.items() if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *mine]).strip()
     ctypes.CDLL(None).signal(signal.SIGABRT, _ended)
 
 
