@@ -17,7 +17,7 @@ from torch_xla.experimental import plugins
 
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import connect, hosts
-from shardwright.xla import cuda, cuda_plugin, virtual_devices
+from shardwright.xla import autograd_kernels, cuda, cuda_plugin, virtual_devices
 from shardwright.xla.chips import CHIPS, Chip
 from shardwright.xla.libtpu_library import installed
 from shardwright.xla.pjrt import PjrtError, Table
@@ -157,7 +157,8 @@ def _prepare() -> str:
         flags = found.missing_flags(given, library.version if library else "", run=True)
         missing = [f"--{name}={value}" for name, value in flags.items()]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
-    # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
+    autograd_kernels.register()
+    # torch_xla 2.9 replaces more operations, such as `qr`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")
     kind = device_kind()
     if kind == cuda.KIND:
