@@ -124,7 +124,7 @@ def tiny(count: int = 40, rows: int = 16, **more: Any) -> tuple[Accelerator, Any
 
 
 def test_a_step_is_one_program_and_a_short_batch_none_of_its_own():
-    maker, model, optimizer, loader = tiny(40)
+    maker, model, optimizer, loader = tiny(37)
     compiled, rows = [], []
     for _ in range(2):
         for batch in loader:
@@ -135,14 +135,34 @@ def test_a_step_is_one_program_and_a_short_batch_none_of_its_own():
             compiled.append((runtime.program_count(), outputs.loss.item()))
             assert isinstance(batch, BatchEncoding)
             rows.append(len(maker.gather_for_metrics(outputs.logits)))
-    assert rows == [16, 16, 8] * 2, "rows that complete a batch are taken off again"
+    assert rows == [16, 16, 5] * 2, "rows that complete a batch are taken off again"
     assert len({count for count, _ in compiled[1:]}) == 1, compiled
     model.eval()
     with torch.no_grad():
         losses = [maker.gather(model(**batch).loss.reshape(1)) for batch in loader]
     assert torch.cat(losses).mean().item() < compiled[0][1]
+    own = maker.unwrap_model(model).eval()
+    expected = own(**{k: v[32:37] for k, v in default_collate(records(own.config, 37)).items()}, use_cache=False).loss
+    assert losses[-1].item() == pytest.approx(expected.item(), rel=SUMS), "rows that complete a batch are not scored"
     assert len(loader) == 3
     assert maker.get_state_dict(model).keys() == model.module.state_dict().keys()
+
+
+def test_an_evaluation_inside_an_epoch_does_not_end_a_step_of_several_micro_batches():
+    maker, model, optimizer, loader = tiny(80, gradient_accumulation_steps=2)
+    heldout, steps = maker.prepare(DataLoader(records(model.config, 24), batch_size=16)), []
+    for number, batch in enumerate(loader):
+        for each in heldout if number < 3 else ():
+            with torch.no_grad():
+                model(**each)
+            if number == 2:
+                break
+        with maker.accumulate(model):
+            maker.backward(model(**batch).loss)
+            steps.append(maker.sync_gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert steps == [False, True, False, True, True]
 
 
 def test_batches_of_many_shapes_are_told_of(capsys, monkeypatch):

@@ -20,7 +20,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError, a_type, of_another_kind
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.recipe import Recipe
-from shardwright.own_loop.loader import LoopLoader
+from shardwright.own_loop.loader import LoopLoader, Pass
 from shardwright.own_loop.model import LoopModel
 from shardwright.own_loop.optimizer import LoopOptimizer, LoopSchedule, with_gradients
 from shardwright.own_loop.placed_loop import PlacedLoop
@@ -101,8 +101,7 @@ class Accelerator(Processes):
         self._loop: PlacedLoop | None = None
         self.trackers = LoopTrackers(log_with, project_dir)
         self._micro_batches = 0
-        # of the batch that a loader gave last: its own rows, and whether it ends an epoch
-        self._rows, self._last = 0, False
+        self._passes: list[Pass] = []  # through loaders, as loops lie in one another: the innermost last
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Return a stand-in for each of ``objects``, in their order; one alone is returned by itself.
@@ -132,7 +131,7 @@ class Accelerator(Processes):
         if isinstance(each, nn.Module):
             return LoopModel(loop)
         if isinstance(each, DataLoader):
-            return LoopLoader(each, loop, self._passed)
+            return LoopLoader(each, loop, self._passes)
         loop.optimize(each)
         return LoopOptimizer(each, loop, self._is_step)
 
@@ -166,7 +165,7 @@ class Accelerator(Processes):
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """Inside, ``gradient_accumulation_steps`` micro-batches make a step; the last of an epoch ends one too."""
-        self._micro_batches = 0 if self._last else self._micro_batches + 1
+        self._micro_batches = 0 if self._pass.last else self._micro_batches + 1
         self.sync_gradients = self._micro_batches % self.gradient_accumulation_steps == 0
         yield
 
@@ -181,8 +180,10 @@ class Accelerator(Processes):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """``input_data`` without the rows that complete the last batch of a loader."""
 
+        this = self._pass
+
         def cut(each: Any) -> Any:
-            return each[: self._rows] if self._last and isinstance(each, Tensor) and each.dim() else each
+            return each[: this.rows] if this.last and isinstance(each, Tensor) and each.dim() else each
 
         return tree_map(cut, input_data)
 
@@ -244,5 +245,6 @@ class Accelerator(Processes):
     def _is_step(self) -> bool:
         return self.sync_gradients
 
-    def _passed(self, rows: int, last: bool) -> None:
-        self._rows, self._last = rows, last
+    @property
+    def _pass(self) -> Pass:
+        return self._passes[-1] if self._passes else Pass()

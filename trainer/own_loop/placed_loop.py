@@ -165,7 +165,9 @@ class PlacedLoop:
                 why="the mesh runs the forward of a training step, without caches and states",
                 instead="a model call of these inputs; unwrap_model(model) is transformers' own, on the host",
             )
-        batch: Tensors = self.place({name: value for name, value in inputs.items() if value is not None})
+        scored = {"labels": getattr(inputs["labels"], "scored", inputs["labels"])}  # without a loader's rows again
+        given = {**inputs, **scored}
+        batch: Tensors = self.place({name: value for name, value in given.items() if value is not None})
         step = self.open(batch)
         mask, labels = batch.pop("attention_mask", None), batch.get("labels")
         if mask is not None and labels is not None:
