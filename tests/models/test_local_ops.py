@@ -50,7 +50,8 @@ def test_a_loss_of_ones_own_has_torchs_value_and_gradient(function: Callable[[to
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1].detach().cpu(), losses[0].detach())
-    assert plain.grad is not None and ours.grad is not None
+    assert plain.grad is not None
+    assert ours.grad is not None
     torch.testing.assert_close(ours.grad.cpu(), plain.grad)
 
 
