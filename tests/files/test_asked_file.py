@@ -1,14 +1,16 @@
-"""Files that options name to be written: each can be, none is another's, and none is read."""
+"""Files that options name to be written: each can be, none is another's, none is read, and none is left half."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwright.errors import UserError
-from shardwright.files.asked_file import check_outputs
+from shardwright.files.asked_file import check_outputs, write_asked
 from tests.support.fork_server import run
 from tests.support.paths import ROOT
 
@@ -45,3 +47,31 @@ def test_an_audit_leaves_the_data_that_it_reads(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "a file that is read" in done.stderr
     assert [json.loads(file.read_text()) for file in files] == [{"text": "one and two"}] * 2
+
+
+def test_a_full_disk_leaves_what_was_there_and_no_half(disk: Callable[[str], Path]) -> None:
+    file = disk("256k") / "page.html"
+    write_asked(str(file), "--html", "the page before")
+    with pytest.raises(UserError, match=r"--html .*page\.html"):
+        write_asked(str(file), "--html", "x" * 2**20)
+    assert [file] == list(file.parent.iterdir())
+    assert file.read_text() == "the page before"
+    with pytest.raises(UserError, match=r"--write .*recipe\.py"):
+        write_asked(str(file.parent / "recipe.py"), "--write", "x" * 2**20, new=True)
+    assert [file] == list(file.parent.iterdir())
+
+
+def test_a_file_is_written_through_its_link_and_into_a_pipe_and_a_new_one_over_nothing(tmp_path: Path) -> None:
+    file, link, pipe = (tmp_path / name for name in ("a.html", "link.html", "pipe"))
+    link.symlink_to(file)
+    write_asked(str(link), "--html", "page")
+    assert link.is_symlink()
+    assert file.read_text() == "page"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_asked(str(pipe), "--json", "{}")
+    assert os.read(reader, 9) == b"{}"
+    os.close(reader)
+    with pytest.raises(UserError, match="File exists"):
+        write_asked(str(file), "--write", "other", new=True)
+    assert file.read_text() == "page"

@@ -1,5 +1,7 @@
 """Files that an option asks for."""
 
+import contextlib
+import errno
 import os
 from collections.abc import Mapping
 
@@ -7,10 +9,23 @@ from shardwright.errors import UserError
 
 
 def write_asked(path: str, option: str, text: str, *, new: bool = False) -> None:
-    """Writes ``text`` to the file that ``option`` names, a ``new`` one; UserError where that can't be."""
+    """Writes ``text`` to the file that ``option`` names, a ``new`` one, whole or not at all; else raises UserError."""
+    file = os.path.realpath(os.path.expanduser(path))
+    beside = (os.path.isfile(file) or not os.path.exists(file)) and os.access(os.path.dirname(file), os.W_OK)
+    written = f"{file}.partial" if beside else file  # a pipe, a device, or a file of another's folder
     try:
-        with open(os.path.expanduser(path), "x" if new else "w", encoding="utf-8") as file:
-            file.write(text)
+        if new and os.path.lexists(file):
+            raise FileExistsError(errno.EEXIST, "File exists")
+        try:
+            with open(written, "w", encoding="utf-8") as out:
+                out.write(text)
+            if beside:
+                os.replace(written, file)
+        except OSError:
+            if beside:
+                with contextlib.suppress(OSError):
+                    os.remove(written)
+            raise
     except OSError as error:
         raise UserError(
             asked=f"{option} {path}",
