@@ -112,6 +112,9 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "deepseek_v32": _SPARSE_ATTENTION,
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
     | {"num_hidden_layers": 8, "o_groups": 2, "index_topk": 4},
+    # parameters are drawn about 1, which of the usual range would make attention choose one key alone
+    "dory": {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "n_input_layers": 2}
+    | {"n_recurrent_layers": 2, "n_output_layers": 2, "initializer_range": 1.0},
     "dots1": {**_MOE_OF_DEFAULT_NONE, **_MLP_THEN_EXPERTS},
     "dots3_note_text": {"head_dim": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}
     | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},

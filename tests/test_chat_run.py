@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, StableLmConfig
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
@@ -75,26 +75,26 @@ def test_a_base_model_learns_to_chat_by_one_option_and_transformers_answers_with
 
 
 def test_a_model_that_cannot_keep_chats_apart_is_refused_before_they_are_read(arguments, tmp_path) -> None:
-    FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
-    with pytest.raises(UserError, match="falcon"):
+    StableLmConfig(**SMALL, num_key_value_heads=2, intermediate_size=32).save_pretrained(tmp_path / "stablelm")
+    with pytest.raises(UserError, match="stablelm"):
         train(
             TrainingArguments(
-                **{**arguments, "recipe": "auto", "model": str(tmp_path / "falcon" / "config.json"), "mesh": "fsdp=8"}
+                **{**arguments, "recipe": "auto", "model": str(tmp_path / "stablelm" / "config.json"), "mesh": "fsdp=8"}
             )
         )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "falcon"])
+@pytest.mark.parametrize("family", ["llama", "stablelm"])
 def test_without_packing_each_sample_has_its_row_and_each_length_of_rows_is_compiled_once(
     arguments, tmp_path, monkeypatch, family
 ) -> None:
-    """Falcon can't keep samples of a row apart, and here it need not."""
+    """StableLM can't keep samples of a row apart, and here it need not."""
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
-    if family == "falcon":
-        FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
-        arguments |= {"recipe": "auto", "model": str(tmp_path / "falcon" / "config.json"), "mesh": "fsdp=8"}
+    if family == "stablelm":
+        StableLmConfig(**SMALL, num_key_value_heads=2, intermediate_size=32).save_pretrained(tmp_path / "stablelm")
+        arguments |= {"recipe": "auto", "model": str(tmp_path / "stablelm" / "config.json"), "mesh": "fsdp=8"}
     arguments |= {"packing": False, "per_device_train_batch_size": 2, "max_steps": 12, "logging_steps": 1}
     # of one turn, 50 to 120 tokens
     arguments |= {"dataset": str(write_records(tmp_path / "short.jsonl", chats(240, 8)[::3]))}

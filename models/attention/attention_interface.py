@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from shardwright.models.attention import pieces, ring, splash
+from shardwright.models.attention.across_layers import CLASSES, across_layers
 from shardwright.models.attention.block_indexer import chosen_keys
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.long_rope import scaled_by_length
@@ -156,6 +157,8 @@ class Attention:
         Raises:
             Unsupported: the call asks for something that changes the numbers and is not supported.
         """
+        if type(module).__name__ in CLASSES:
+            return across_layers(query, key, value, scaling), None
         asked = {**kwargs, "segment_ids": segment_ids, "attention_mask": attention_mask}
         _refuse_unsupported(module, query, key, asked, self.masked)
         random_key, site = active().site("attention dropout", query.device) if dropout else (None, 0)

@@ -12,7 +12,8 @@ def by_position(layer: Any, hidden_states: Tensor, position_ids: Tensor | None =
     transformers' own takes a token's place in its row, which is another number where rows are cut into pieces.
     """
     own, attention = super(type(layer), layer).forward, layer.self_attn
-    scaled = attention.attn_temperature_tuning and not attention.use_rope and kwargs.get("past_key_values") is None
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name in transformers 5.24 and 5.23
+    scaled = attention.attn_temperature_tuning and not attention.use_rope and cache is None
     # in a shorter row every factor is 1
     if not scaled or position_ids is None or hidden_states.shape[1] < attention.floor_scale:
         return own(hidden_states, position_ids=position_ids, **kwargs)

@@ -52,12 +52,13 @@ def _lightning(
     hidden_states: Tensor,
     position_embeddings: Any,
     attention_mask: Tensor | None,
-    past_key_values: Any = None,
+    past_key_values: Any = None,  # the cache, in transformers 5.23
+    cache: Any = None,  # in 5.24
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The forward of lightning attention (arXiv:2501.08313) with one loop over its blocks, not a copy for each."""
-    if past_key_values is not None:
-        raise ValueError("past_key_values is for generation: a training step has whole rows alone")
+    if past_key_values is not None or cache is not None:
+        raise ValueError("a cache is for generation: a training step has whole rows alone")
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)

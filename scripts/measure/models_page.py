@@ -137,6 +137,7 @@ def read(configs: Sequence[Mapping[str, Any]]) -> tuple[list[Row], dict[str, tup
                 facts = ModelFacts(load_config(str(file), UNMADE))
             except UserError as error:
                 found = error.found.replace(f"{folder}/", "").partition(";")[0].partition("\n")[0]
+                found = re.sub(r"(transformers) [\d.]+", r"\1", found)  # of those supported no one knows it
                 refused.setdefault(each["config"]["model_type"], (each["name"], found))
                 continue
         groups.setdefault((each["config"]["model_type"], facts.parameters), (facts, []))[1].append(each["name"])

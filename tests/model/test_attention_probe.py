@@ -27,7 +27,7 @@ ISOLATE: dict[str, dict[str, Any]] = {
 # each for a reason of its own
 LEAK: dict[str, dict[str, Any]] = {
     "stablelm": TINY,  # keyword arguments end in the decoder
-    "falcon": TINY,  # an attention of its own
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},  # an attention of its own
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},  # positions by ALiBi
     "lfm2": TINY | {"layer_types": ["conv", "full_attention"]},  # a convolution
     # blocks of keys, counted from the row's first; of the real size, of which a row of the trial has not one

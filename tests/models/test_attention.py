@@ -19,6 +19,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 
 from shardwright.models.attention import portable as portable_kernel
+from shardwright.models.attention.across_layers import across_layers
 from shardwright.models.attention.attention_interface import Attention
 from shardwright.models.ops.randomness import drawing
 from shardwright.prove.trajectory import relative
@@ -310,3 +311,11 @@ def test_what_leaves_the_numbers_alone_is_accepted():
     out, weights = Attention()(module, query, key, value, None, **options)
     assert weights is None
     torch.testing.assert_close(out, portable(query, key, value, sinks))
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_attention_over_earlier_layers_mixes_no_positions(scaling: float | None) -> None:
+    """Inkling 2's, which transformers 5.24 calls as it calls attention over tokens."""
+    query, states = torch.randn(2, S, 3, D), torch.randn(2, S, 5, D)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, states, states, scale=scaling)
+    torch.testing.assert_close(across_layers(query, states, states, scaling), expected.transpose(1, 2))

@@ -20,6 +20,9 @@ from tests.serving.quantized_models import CASES, Quantized
 from tests.serving.reading import matching, unread
 
 RECORDED = json.loads(Path(__file__).with_name("vllm_quantized.json").read_text())["exports"]
+# transformers keeps them in float32 as of 5.24, and so does an export whose base says nothing; vLLM, which was given
+# bfloat16, copies what it gets into a parameter of its own dtype: float32 for GLM-4.5, bfloat16 for DeepSeek-V3
+ROUTER = re.compile(r"\.gate\.weight$")
 DTYPES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int32": "I32", "uint8": "U8"}
 
 
@@ -55,7 +58,7 @@ def refused(entry: Mapping[str, Any], export: Export) -> list[str]:
         for rule, _ in matching(entry["read"], name):
             place = entry["read"][rule]
             stored = DTYPES[place.get("dtype", entry["parameters"][place["in"]]["dtype"])]
-            if dtype != stored:
+            if dtype not in ({stored, "F32"} if ROUTER.search(name) else {stored}):
                 wrong.append(f"{name} is {dtype}, and vLLM was given {stored}")
     return wrong + unread(dict(entry), shapes)
 

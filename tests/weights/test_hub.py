@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from shardwright.errors import UserError
+from shardwright.files.arrays import whole
 from shardwright.layout.auto import UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import make_plan
-from shardwright.model.meta_model import load_config, meta_model
+from shardwright.model.meta_model import load_config, meta_model, whole_model
 from shardwright.weights import hub_read
 from shardwright.weights.weight_files import INDEX
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import build_mesh
-from tests.support.hub_models import FAMILIES, config_of, place, save_theirs
+from tests.support.hub_models import FAMILIES, SMALL, config_of, place, save_theirs
 
 FORMATS = {"old keys": {}, "new keys": {"save_original_format": False}, "sharded": {"max_shard_size": "60KB"}}
 
@@ -46,6 +48,26 @@ def test_every_parameter_on_the_devices_is_that_of_transformers_own_model(tmp_pa
     assert all(t.device.type == "xla" for t in [*placed.model.parameters(), *placed.model.buffers()])
     rebuilt = dict(placed.model.named_buffers())["model.rotary_emb.inv_freq"]
     assert torch.equal(rebuilt.cpu(), dict(theirs.named_buffers())["model.rotary_emb.inv_freq"])
+
+
+def test_a_projection_of_uneven_parts_is_split_for_each_of_them(tmp_path):
+    """Molmo 2's `att_proj` holds more queries than keys."""
+    text = {**SMALL, "num_key_value_heads": 2, "num_hidden_layers": 1, "additional_vocab_size": 16}
+    adapter = {
+        "vision_feature_layer": [-1],
+        "text_hidden_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    parts = {"text_config": text, "vision_config": vision, "adapter_config": adapter}
+    theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model("molmo2", **parts))
+    theirs.save_pretrained(tmp_path)
+    source = hub_read.open_hub_weights(str(tmp_path), whole_model(theirs.config))
+    assert {tensor for tensor in source.tensors if "att_proj" in tensor}
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(whole(source(name)), parameter), name
 
 
 def test_bfloat16_files_are_cast_to_what_weights_are_stored_in(tmp_path):

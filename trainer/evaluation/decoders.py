@@ -101,8 +101,10 @@ class CachedDecoder:
     def _advance(self, inputs: Tensors, uniform: torch.Tensor) -> Tensors:
         """Build the graph of the model on the ``inputs`` that come next in the cache; returns its results by name."""
         with torch.no_grad():
-            given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
-            if "logits_to_keep" in inspect.signature(self.loss.model.forward).parameters:  # as generate() does
+            taken = inspect.signature(self.loss.model.forward).parameters
+            name = "cache" if "cache" in taken else "past_key_values"  # transformers 5.24 and 5.23
+            given: dict[str, Any] = {**inputs, name: self.cache, "use_cache": True}
+            if "logits_to_keep" in taken:  # as generate() does
                 given["logits_to_keep"] = 1
             logits = self.loss.logits(self._parameters, given)[:, -1]
             # first as the head is split: for few rows the partitioner would gather the head instead of the logits

@@ -52,6 +52,7 @@ Stored = Mapping[str, tuple[Array, Path | RemoteFile]]
 class Group:
     """Tensors that one of transformers' transforms converts together."""
 
+    name: str  # the first parameter that they become
     transform: WeightConverter | WeightRenaming
     members: list[tuple[str, str]] = field(default_factory=list)  # (source pattern, tensor's name in the files)
 
@@ -95,8 +96,8 @@ class HubWeights:
         self.tied = {name: set(names) for names in parameter_names(model) for name in names}
         self.group_of: dict[str, Group] = {}
         found: dict[str, torch.Tensor] = {}  # on meta
-        for first, group in self.groups.items():
-            for name, lazy in self._convert(first, group).items():
+        for group in self.groups.values():
+            for name, lazy in self._convert(group).items():
                 found[name], self.group_of[name] = lazy.like, group
         self.wide = self._wide(found)
         self.short = {
@@ -137,7 +138,7 @@ class HubWeights:
         """Returns a parameter or buffer as an array; nothing is read yet."""
         for twin in (name, *self.tied.get(name, ())):
             if twin in self.group_of:
-                lazy: Any = self._convert(twin, self.group_of[twin])[twin]
+                lazy: Any = self._convert(self.group_of[twin])[twin]
                 if twin in self.short:  # the rows that an adapter has are zeros
                     missing = self.short[twin] - lazy.shape[0]
                     rows: Any = Lazy.of(torch.zeros(missing, *lazy.shape[1:], dtype=lazy.dtype))
@@ -201,7 +202,7 @@ class HubWeights:
             key = mtp.own_name(tensor, self.mtp, self.model.config)
             name, pattern = names.become(key)
             transform = WeightRenaming(key, name) if pattern is None else names.by_pattern[pattern]
-            groups.setdefault(name, Group(transform)).members.append((pattern or key, tensor))
+            groups.setdefault(name, Group(name, transform)).members.append((pattern or key, tensor))
         return groups
 
     def _other_head(self) -> tuple[list[str], list[str]]:
@@ -222,8 +223,7 @@ class HubWeights:
         Of MTP layers that are trained those are copies of other weights, and are not kept.
         """
         other = self.groups.keys() - self.model.state_dict().keys()
-        ignored = other - self._adjusted(set(), other)[1]
-        ignored |= mtp_names(other, self.model.config)
+        ignored = (other - self._adjusted(set(), other)[1]) | mtp_names(other, self.model.config)
         return {
             tensor: self.tensors[tensor]
             for name in sorted(ignored, key=dot_natural_key)
@@ -238,8 +238,9 @@ class HubWeights:
         self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
         return keys.missing_keys, keys.unexpected_keys
 
-    def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
-        """Name -> values of all parameters, ``name`` among them, that a group becomes; else raises UserError."""
+    def _convert(self, group: Group) -> dict[str, Lazy]:
+        """Name -> values of all parameters that a group becomes, in its tensors' dtype; else raises UserError."""
+        name, tensors = group.name, [tensor for _, tensor in group.members]
         transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
         for pattern, tensor in group.members:
             lazy: Any = Lazy.of(self._finite(name, tensor))  # torch's functions take it for a tensor
@@ -247,11 +248,13 @@ class HubWeights:
         try:
             found = transform.convert(name, model=self.model, config=self.model.config)
         except Exception as error:  # of torch's and of transformers' kinds
-            tensors = [tensor for _, tensor in group.members]
             text = f"{len(tensors)} tensors that make {name} do not go together: {first_names(tensors)} ({error})"
             instead = "a complete checkpoint, with the config.json that it was saved with"
             raise refused(self.asked, text, "transformers' conversion of them fails", instead) from error
-        return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+        parts = {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+        # some conversions end in the dtype of a parameter of the model, which is made in float32
+        narrow = (stored := {self.tensors[tensor].dtype for tensor in tensors}) in ({torch.bfloat16}, {torch.float16})
+        return {key: part.to(*stored) for key, part in parts.items()} if narrow else parts
 
     def _finite(self, name: str, tensor: str) -> Array:
         """``tensor`` of the files, of the parameter ``name``; reads raise UserError for what is no finite number."""
@@ -356,9 +359,7 @@ def open_hub_weights(
     if found.prefixes:
         say(console, f"weights: names without {' and '.join(map(repr, found.prefixes))}")
     for short, size in found.short.items():
-        say(
-            console, f"weights: {short} has {size} rows, as the adapter says, the last of which are the adapter's alone"
-        )
+        say(console, f"weights: {short} has {size} rows, as the adapter says, the last of which are its own alone")
     if found.begun:
         without = f", without {first_names(found.left)}" if found.left else ""
         begun = f"{first_names(found.begun)} begins at random, where no checkpoint has it"

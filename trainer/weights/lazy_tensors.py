@@ -76,7 +76,7 @@ class Lazy:
         if not isinstance(like, torch.Tensor):
             assert not isinstance(like, tuple) or torch.Tensor not in map(type, like), f"{name} of a lazy tensor"
             return like  # a size or a flag
-        if name in ("contiguous", "clone", "detach"):
+        if name in ("contiguous", "clone", "detach") or (name == "to" and like.dtype == args[0].dtype):
             return args[0]
         names = frozenset().union(*(each.names for each in leaves))
         if name in MOVES:
