@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import nn
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from shardwright.models.experts import expert_loops, input_scaling
 from shardwright.models.swapped_methods import swap_methods
@@ -26,6 +27,10 @@ def adapt(model: nn.Module) -> None:
     for module in list(model.modules()):
         if entry := EXPERTS.get(type(module).__name__):
             entry(module)
+    # semi-private: a whole model asks for it what its text part returns, and ends in an AttributeError
+    # (transformers/models/llama4/modeling_llama4.py, transformers 5.24.0)
+    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
 
 
 def experts_modules(model: nn.Module) -> list[str]:

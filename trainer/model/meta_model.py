@@ -31,7 +31,6 @@ from shardwright.files.hub_names import ADAPTER_CONFIG, ADAPTERS_MODEL, hub_erro
 from shardwright.layout.recipe import Recipe
 from shardwright.models.experts import expert_families
 from shardwright.models.layers import mtp, rope
-from shardwright.models.whole_models import bear_text_alone
 
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 LARGE_ZEROS = 2**16  # elements
@@ -320,7 +319,6 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
 
 def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model of a multimodal ``config`` on meta, without the parameters that text never meets."""
-    bear_text_alone()
     whole = whole_model(config)
     kept = {module for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
     for module in [module for module in whole.modules() if module not in kept]:
