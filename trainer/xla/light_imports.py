@@ -1,7 +1,7 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
 Late are torch_xla's StableHLO exporter, Inductor's lowerings and decompositions, and SciPy's optimizers: together a
-sixth of a start's imports. The collector's walks are another, and one of tracing. Loads neither torch nor torch_xla.
+sixth of a start's imports. The collector's walks are another. Loads neither torch nor torch_xla.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def put_off() -> None:
 def uncollected() -> Iterator[None]:
     """Collect no garbage inside the ``with``, and never walk what is there at its end: modules are hardly ever any.
 
-    They are a million objects, and each full collection afterwards would walk them all, in the midst of a step's trace.
+    They are half a million objects, which each full collection afterwards, and the one at the end, would walk.
     """
     was_on = gc.isenabled()
     gc.collect()  # what is garbage already would be kept for good
