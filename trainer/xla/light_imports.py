@@ -1,7 +1,7 @@
 """Imports that cost a start less: modules that hardly any run uses come late, and the garbage collector rests.
 
-Late are torch_xla's StableHLO exporter, Inductor's lowerings and decompositions, and SciPy's optimizers: together a
-sixth of a start's imports. The collector's walks are another. Loads neither torch nor torch_xla.
+Late are torch_xla's StableHLO exporter, Inductor's lowerings and decompositions, and SciPy's optimizers. Loads neither
+torch nor torch_xla.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def put_off() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage inside the ``with``, and never walk what is there at its end: modules are hardly ever any.
+    """Collect no garbage inside the ``with``, nor walk later what is there at its end: imported modules stay.
 
     They are half a million objects, which each full collection afterwards, and the one at the end, would walk.
     """

@@ -22,7 +22,7 @@ _FLAGS = {
     # operations one after another where they need not run at once, and none split over threads that others wait for
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
     "xla_cpu_multi_thread_eigen": "false",
-    # LLVM's dearer half and XLA's newer code for fusions: with them a step compiles for twice as long, and is no faster
+    # with XLA's newer code for fusions, or LLVM's dearer half, a step compiles for longer and is no faster
     "xla_cpu_use_fusion_emitters": "false",
     "xla_backend_optimization_level": "1",
     "xla_llvm_disable_expensive_passes": "true",
